@@ -56,5 +56,5 @@ def test_the_layout_matters() -> None:
 
 def test_a_model_without_known_attention_is_refused_before_any_rank_is_asked() -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "sparse_attention": {"mode": "bigbird"}}
-    with pytest.raises(ValueError, match="Linear has no attention that is known by name"):
+    with pytest.raises(ValueError, match="Linear has no attention module that onebit knows"):
         zero.initialize(model=torch.nn.Linear(2, 2), config=config)

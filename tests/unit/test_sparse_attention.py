@@ -246,7 +246,7 @@ def test_a_tensor_parallel_rank_attends_with_its_own_heads() -> None:
     q, k, v = inputs()
     attention = SparseSelfAttention(CONFIGS["bigbird"], H)
     whole = attention(q, k, v)
-    with pytest.raises(ValueError, match="of 4 heads, query has 2; where ranks share out the heads"):
+    with pytest.raises(ValueError, match="has 4 heads, query has 2; if ranks divide the heads"):
         attention(q[:, 2:], k[:, 2:], v[:, 2:])
     place_heads(attention, 1, 2)
     assert torch.equal(attention(q[:, 2:], k[:, 2:], v[:, 2:]), whole[:, 2:])
@@ -258,25 +258,25 @@ def test_the_executor_is_chosen_by_device() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert [chosen_executor("auto", cpu, 0), chosen_executor("auto", cuda, 0)] == ["gather", "flex"]
     assert chosen_executor("auto", cuda, 0.1) == "gather"
-    with pytest.raises(ValueError, match='"flex" drops no weights'):
+    with pytest.raises(ValueError, match='"flex" has no dropout'):
         chosen_executor("flex", cuda, 0.1)
     with pytest.raises(ValueError, match="one of auto, flex, gather, got 'triton'"):
         chosen_executor("triton", cpu, 0)
-    with pytest.raises(RuntimeError, match='no backward pass on cpu; take executor="gather"'):
+    with pytest.raises(RuntimeError, match='no backward pass on cpu; use executor="gather"'):
         sparse_attention(*inputs(), CONFIGS["window"], executor="flex")
 
 
 BAD: dict[str, tuple[Callable[[Tensor, Layout], object], str]] = {
     "heads": (
         lambda x, layout: sparse_attention(x[:, :3], x[:, :3], x[:, :3], layout),
-        "the layout is of 4 heads, query has 3; build it with heads=3",
+        "the layout has 4 heads, query has 3; build it with heads=3",
     ),
     "key heads": (lambda x, layout: sparse_attention(x, x[:, :3], x[:, :3], layout), "divides the query heads"),
     "length": (
         lambda x, layout: sparse_attention(x[:, :, :48], x[:, :, :48], x[:, :, :48], layout),
         "7 blocks of 8 tokens, for lengths 49 to 56; query has 48 tokens: build it with length=48",
     ),
-    "fewer keys": (lambda x, layout: sparse_attention(x, x[:, :, 1:], x[:, :, 1:], layout), "as long as query"),
+    "fewer keys": (lambda x, layout: sparse_attention(x, x[:, :, 1:], x[:, :, 1:], layout), "query's sequences, tokens and features"),
     "three axes": (lambda x, layout: sparse_attention(x[0], x[0], x[0], layout), r"\[sequences, heads, tokens"),
     "types": (lambda x, layout: sparse_attention(x, x.double(), x, layout), "of one floating-point type"),
     "padding": (
@@ -285,7 +285,7 @@ BAD: dict[str, tuple[Callable[[Tensor, Layout], object], str]] = {
     ),
     "additive padding": (
         lambda x, layout: sparse_attention(x, x, x, layout, padding=torch.zeros(B, S)),
-        "what is added to scores is bias=",
+        "add to the scores as bias=",
     ),
     "bias": (
         lambda x, layout: sparse_attention(x, x, x, layout, bias=torch.zeros(H, S)),
@@ -293,10 +293,10 @@ BAD: dict[str, tuple[Callable[[Tensor, Layout], object], str]] = {
     ),
     "bool bias": (
         lambda x, layout: sparse_attention(x, x, x, layout, bias=torch.ones(S, S).bool()),
-        "what hides padding is padding=",
+        "pass a padding mask as padding=",
     ),
     "dropout": (lambda x, layout: sparse_attention(x, x, x, layout, dropout=1.0), r"dropout in \[0, 1\), got 1.0"),
-    "mode": (lambda x, layout: sparse_attention(x, x, x, SparsityConfig()), "names no mode"),
+    "mode": (lambda x, layout: sparse_attention(x, x, x, SparsityConfig()), "has no mode"),
 }
 
 

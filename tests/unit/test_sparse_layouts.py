@@ -221,7 +221,7 @@ def test_a_rank_takes_its_part_of_the_heads() -> None:
     layout = build_layout(SPREAD, 6, 64)
     assert torch.equal(layout.of_heads(2, 3).blocks_HNN, layout.blocks_HNN[2:5])
     assert layout.of_heads(0, 6) is layout
-    with pytest.raises(ValueError, match="heads 5 to 6 of a layout of 6 heads are not there"):
+    with pytest.raises(ValueError, match="the layout has 6 heads, and no heads 5 to 6"):
         layout.of_heads(5, 2)
 
 
@@ -231,7 +231,7 @@ def test_a_layout_that_hides_everything_from_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match=r"hides everything from row 2 of head 1 \(tokens 16 to 23\)"):
         Layout(table, 8, is_causal=False)
     ahead = torch.ones(1, 3, 3, dtype=torch.bool).triu(1)
-    with pytest.raises(ValueError, match=r"row 0 of head 0 .* no block of its past or of its own"):
+    with pytest.raises(ValueError, match=r"row 0 of head 0 .* no block of its past or itself"):
         Layout(ahead, 8, is_causal=True)
     with pytest.raises(ValueError, match=r"expected a layout of shape \[heads, blocks, blocks\], got \(4, 4\)"):
         Layout(table[0], 8, is_causal=False)
@@ -251,7 +251,7 @@ def test_a_layout_that_hides_everything_from_a_row_is_refused() -> None:
         ),
         (
             {"mode": "fixed", "attention": "unidirectional", "horizontal_global_attention": True},
-            "hides what is later from them",
+            "hides later tokens from them",
         ),
         ({"mode": "variable", "local_window_blocks": []}, "at least one window"),
         ({"mode": "variable", "local_window_blocks": [2, 0]}, "at least 1"),
@@ -259,7 +259,7 @@ def test_a_layout_that_hides_everything_from_a_row_is_refused() -> None:
         ({"mode": "bslongformer", "global_block_end_indices": [2, 3]}, "got 2 and 1"),
         (
             {"mode": "bslongformer", "global_block_indices": [4], "global_block_end_indices": [4]},
-            "expected an end above 4, where its run of global blocks begins, got 4",
+            "expected an end above 4, the first block of its run, got 4",
         ),
         ({"mode": "bigbird", "block": 0}, "at least 1, got 0"),
     ],

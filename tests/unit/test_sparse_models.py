@@ -146,7 +146,7 @@ def test_a_model_takes_longer_texts_with_more_positions(name: str) -> None:
     if table is not None:
         weight = model.get_submodule(table).weight
         assert torch.equal(weight[48:96], weight[:48]) and weight.requires_grad
-        with pytest.raises(ValueError, match="at least 120, which the model has already, got 64"):
+        with pytest.raises(ValueError, match="at least 120, which the model already has, got 64"):
             extend_positions(model, 64)
 
 
@@ -230,6 +230,6 @@ def test_our_model_takes_longer_texts_with_more_positions() -> None:
 
 def test_a_model_without_known_attention_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"Sequential has no attention that is known by name: expected .*GPT2Attention"
+        ValueError, match=r"Sequential has no attention module that onebit knows: expected .*GPT2Attention"
     ):
         replace_attention(nn.Sequential(nn.Linear(4, 4)), SPARSE)

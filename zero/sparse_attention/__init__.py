@@ -1,7 +1,7 @@
-"""Block-sparse attention: layouts, two executors behind one function, and models that take it by name.
+"""Block-sparse attention: layouts, one function with two executors, and its use in existing models.
 
 `layouts.py` builds what `config.py` describes; `attention.py` is the function; `replace.py` puts it into models;
-`picture.py` draws a layout and says how far a token sees. See docs/sparse-attention.md.
+`picture.py` draws a layout and computes how far a token sees. See docs/sparse-attention.md.
 """
 
 from .attention import SparseSelfAttention, sparse_attention

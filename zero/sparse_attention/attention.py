@@ -1,4 +1,4 @@
-"""Attention of which each query block sees some key blocks alone: one function, two executors, and a module.
+"""Attention in which each query block sees only some key blocks: one function, two executors, and a module.
 
     layout = build_layout(SparsityConfig(mode="bigbird", block=64), heads=8, length=4096)
     mixed = sparse_attention(query, key, value, layout, padding=is_token)
@@ -34,15 +34,30 @@ def sparse_attention(
     dropout: float = 0.0,
     executor: str = "auto",
 ) -> Tensor:
-    """softmax(scale · query keyᵀ + bias) value over what the layout shows; of query's shape and type.
+    """Attention over the blocks that a layout shows: softmax(scale · query keyᵀ + bias) value.
 
-    query: [B, H, S, D]; key, value: [B, G, S, D], where G divides H (grouped-query heads). Any S that the layout's
-    blocks just cover. layout: of H heads, or the configuration to build it by. padding: [B, S], true where there is a
-    token; what is padding is seen by nobody. bias: of a shape that broadcasts to [B, H, S, S]; it may be trained.
-    scale: default 1/√D. dropout: share of the weights that are dropped. A query that sees nothing gives zeros.
+    Works on this rank's tensors alone; nothing is sent. A query that sees no key gives zeros.
 
-    executor: "flex": FlexAttention, compiled on CUDA, forward only elsewhere; "gather": any device; "auto": flex on
-    CUDA without dropout, which flex does not have, else gather. Raises ValueError and TypeError, naming shapes.
+    Args:
+        query: [B, H, S, D], floating point.
+        key: [B, G, S, D], of the same type, where G divides H (grouped-query heads).
+        value: The same shape and type as `key`.
+        layout: A layout of H heads that just covers S tokens, or the configuration to build it from.
+        padding: bool or integer [B, S], true for tokens; padding is seen by no query. None (default) without padding.
+        bias: Added to the scores: floating point, of a shape that broadcasts to [B, H, S, S]. It may be trained. None
+            (default) without one.
+        scale: The factor of the scores; None (default) for 1/√D.
+        dropout: The share of the weights that are dropped, 0 by default.
+        executor: "gather" works on any device; "flex" is FlexAttention, compiled on CUDA, elsewhere forward only, and
+            without dropout; "auto" (default) is flex on CUDA without dropout, otherwise gather.
+
+    Returns:
+        A tensor of query's shape and type.
+
+    Raises:
+        ValueError: Shapes do not fit each other or the layout, or the executor cannot do this.
+        TypeError: A tensor has the wrong type.
+        RuntimeError: Gradients with executor "flex" outside CUDA.
     """
     made = build_layout(layout, query.shape[1], query.shape[2]) if isinstance(layout, SparsityConfig) else layout
     _check_tensors(query, key, value)
@@ -58,11 +73,15 @@ def sparse_attention(
 
 
 def chosen_executor(executor: str, device: torch.device, dropout: float) -> str:
-    """ "flex" or "gather". Raises ValueError where there is no such executor, or it cannot do this."""
+    """The executor to use, "flex" or "gather".
+
+    Raises:
+        ValueError: There is no such executor, or it has no dropout.
+    """
     if executor not in EXECUTORS:
         raise ValueError(f"expected executor to be one of {', '.join(EXECUTORS)}, got {executor!r}")
     if executor == "flex" and dropout > 0:
-        raise ValueError('executor "flex" drops no weights; set dropout to 0, or take executor="gather"')
+        raise ValueError('executor "flex" has no dropout; set dropout to 0, or use executor="gather"')
     if executor != "auto":
         return executor
     return "flex" if device.type == "cuda" and dropout == 0 else "gather"
@@ -105,7 +124,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"expected query, key and value of shape [sequences, heads, tokens, features], got {shapes}")
     if key.shape != value.shape or query.shape[0] != key.shape[0] or query.shape[2:] != key.shape[2:]:
         raise ValueError(
-            f"expected key and value to be as long as query, of as many features and sequences, got {shapes}"
+            f"expected key and value with query's sequences, tokens and features, got {shapes}"
         )
     if query.shape[1] % key.shape[1]:
         raise ValueError(f"expected a number of key heads that divides the query heads, got {shapes}")
@@ -119,11 +138,11 @@ def _check_layout(layout: Layout, query: Tensor) -> None:
     (_, H, S, _), rows, b = query.shape, layout.rows, layout.block
     if layout.heads != H:
         raise ValueError(
-            f"the layout is of {layout.heads} heads, query has {H}; build it with heads={H}, or take layout.of_heads()"
+            f"the layout has {layout.heads} heads, query has {H}; build it with heads={H}, or use layout.of_heads()"
         )
     if not (rows - 1) * b < S <= rows * b:
         raise ValueError(
-            f"the layout is of {rows} blocks of {b} tokens, for lengths {(rows - 1) * b + 1} to {rows * b}; query has "
+            f"the layout has {rows} blocks of {b} tokens, for lengths {(rows - 1) * b + 1} to {rows * b}; query has "
             f"{S} tokens: build it with length={S}"
         )
 
@@ -134,8 +153,8 @@ def _as_padding(padding: Tensor, query: Tensor) -> Tensor:
         raise ValueError(f"expected padding of shape [{B}, {S}], one for each token, got {tuple(padding.shape)}")
     if padding.is_floating_point():
         raise TypeError(
-            f"expected padding to be true (or 1) where there is a token, got {padding.dtype}; what is added to scores "
-            "is bias="
+            f"expected padding to be true (or 1) for tokens and false for padding, got {padding.dtype}; pass values to "
+            "add to the scores as bias="
         )
     return padding.to(query.device).bool()
 
@@ -146,15 +165,24 @@ def _as_bias(bias: Tensor, query: Tensor) -> Tensor:
     if len(shape) > 4 or any(size not in (1, most) for size, most in zip(shape, (B, H, S, S), strict=True)):
         raise ValueError(f"expected bias of a shape that broadcasts to {[B, H, S, S]}, got {tuple(bias.shape)}")
     if not bias.is_floating_point():
-        raise TypeError(f"expected bias in floating point, got {bias.dtype}; what hides padding is padding=")
+        raise TypeError(f"expected bias in floating point, got {bias.dtype}; pass a padding mask as padding=")
     return bias.view(shape)
 
 
 class SparseSelfAttention(nn.Module):
-    """Self-attention over the layout of a configuration, which is built for each length as it comes.
+    """Self-attention over a configuration's layout, which is built for each sequence length when it first occurs.
 
-    config: with `attention` said, see `SparsityConfig.of_model`. heads: of the whole model. A tensor-parallel rank
-    gives its own heads alone: `first_head` says which they are.
+    Args:
+        config: The configuration, with `attention` set (see `SparsityConfig.of_model`).
+        heads: The query heads of the whole model.
+        dropout: The share of the weights that are dropped in training, 0 by default.
+        executor: "auto" (default), "flex" or "gather", as in `sparse_attention`.
+
+    Attributes:
+        first_head: The first of this rank's heads, if tensor-parallel ranks divide them; set by `place_heads`.
+
+    Raises:
+        ValueError: There is no such executor.
     """
 
     def __init__(self, config: SparsityConfig, heads: int, *, dropout: float = 0.0, executor: str = "auto"):
@@ -165,11 +193,15 @@ class SparseSelfAttention(nn.Module):
         self.first_head: int | None = None
 
     def layout(self, heads: int, length: int) -> Layout:
-        """Of the heads that are here. Raises ValueError where it is not known which they are."""
+        """The layout for this rank's `heads` heads and sequences of `length` tokens.
+
+        Raises:
+            ValueError: These are only some of the model's heads, and `first_head` is not set.
+        """
         if heads != self.heads and self.first_head is None:
             raise ValueError(
-                f"the layout is of {self.heads} heads, query has {heads}; where ranks share out the heads, set "
-                "first_head (initialize() does it for onebit.tensor)"
+                f"the layout has {self.heads} heads, query has {heads}; if ranks divide the heads, call place_heads() "
+                "(initialize() does it for onebit.tensor)"
             )
         return build_layout(self.config, self.heads, length).of_heads(self.first_head or 0, heads)
 
@@ -183,7 +215,7 @@ class SparseSelfAttention(nn.Module):
         bias: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """As `sparse_attention`; of fewer queries than keys, these are the last ones, as with a cache of keys."""
+        """As `sparse_attention`. Fewer queries than keys are the last ones of the sequence, as with a cache of keys."""
         dropout = self.dropout if self.training else 0.0
         if query.shape[2] != key.shape[2]:
             return self._decode(query, key, value, padding, bias, scale, dropout)
@@ -210,7 +242,7 @@ class SparseSelfAttention(nn.Module):
         scale: float | None,
         dropout: float,
     ) -> Tensor:
-        """The last rows of the layout, by dense attention with its mask: these few queries cost little."""
+        """Attention of the last few queries: dense, with the layout's last rows as mask, since these cost little."""
         last, length = query.shape[2], key.shape[2]
         if last > length:
             raise ValueError(f"expected at most as many queries as keys, got {last} and {length}")

@@ -1,6 +1,6 @@
 """The block "sparse_attention" of a DeepSpeed JSON: which key blocks each block of queries sees.
 
-Names and defaults are DeepSpeed's; `seed` is this package's own. `layouts.py` builds the layout that it describes.
+Names and defaults are DeepSpeed's, except for `seed`, which it does not have. `layouts.py` builds the layout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MODES = ("dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding
 UNIDIRECTIONAL, BIDIRECTIONAL = "unidirectional", "bidirectional"
 
 _GLOBAL_INDICES = ("global_block_indices", "global_block_end_indices")
-# The keys of each mode, beside "mode", "block", "attention" and "seed".
+# The keys that each mode reads besides "mode", "block", "attention" and "seed".
 _KEYS = {
     "dense": (),
     "fixed": (
@@ -56,19 +56,37 @@ _INTS = Kind("a list of integers", _integers)
 
 @dataclass(frozen=True)
 class SparsityConfig:
-    """Which key blocks each block of queries sees. mode: one of `MODES`; null: attention stays as it is.
+    """Which key blocks each block of queries sees. docs/sparse-attention.md shows each mode.
 
-    block: tokens of a block. attention: "unidirectional": no token sees a later one; "bidirectional"; null: as the
-    model's attention is, and where there is no model to ask, "unidirectional" for local_sliding_window alone.
-    different_layout_per_head: each head draws its own random blocks and takes its own global pattern. seed: of the
-    random blocks, which depend on (seed, head, row) and so are equal on all ranks and after a resume.
+    Args:
+        mode: "dense", "fixed" (local windows, whose last blocks all later rows see), "variable" (windows of listed
+            sizes, random and global blocks), "bigbird" (window, random blocks, first rows and columns),
+            "bslongformer" (window, global rows and columns) or "local_sliding_window". None (default): the model's
+            attention stays as it is.
+        block: Tokens in a block, 16 by default.
+        different_layout_per_head: Whether each head has its own random blocks and global pattern; False by default.
+        attention: "unidirectional" (no token sees a later one) or "bidirectional". None (default): as the model's
+            attention; without a model, unidirectional for local_sliding_window and bidirectional for other modes.
+        num_local_blocks: fixed: blocks in a window, 4 by default.
+        num_global_blocks: fixed: how many blocks at the end of each window are global; bigbird: how many blocks at
+            the start of the sequence. 1 by default.
+        horizontal_global_attention: fixed, variable: whether global blocks also see the whole sequence. False by
+            default.
+        num_different_global_patterns: fixed: heads use, in turn, this many different runs of blocks of each window,
+            from its end backwards, as global ones. 1 by default; more needs different_layout_per_head.
+        num_random_blocks: variable, bigbird: random blocks in each row. None (default) for 0, in bigbird 1.
+        local_window_blocks: variable: blocks in each window, the last of which repeats; (4,) by default.
+        global_block_indices: variable, bslongformer: global blocks, or the first of each run of them; (0,) by default.
+        global_block_end_indices: variable, bslongformer: the end of each run, exclusive; None (default) for runs of
+            one block.
+        num_sliding_window_blocks: bigbird, bslongformer, local_sliding_window: blocks of the window around the
+            diagonal, half of them on each side; 3 by default.
+        seed: Seed of the random blocks, 0 by default. They depend only on (seed, head, row), so all ranks and resumed
+            runs have the same.
 
-    fixed: windows of num_local_blocks, the last num_global_blocks columns of each window for all
-    (num_different_global_patterns: heads take the columns before these in turn), with horizontal_global_attention
-    their rows too. variable: windows of local_window_blocks, the last of which repeats, columns
-    [global_block_indices, global_block_end_indices) for all, num_random_blocks in each row (null: 0). bigbird:
-    num_sliding_window_blocks around the diagonal, the first num_global_blocks rows and columns, num_random_blocks in
-    each row (null: 1). bslongformer: the same window, rows and columns of the global indices.
+    Raises:
+        ValueError: A value is out of range, or values contradict each other.
+        TypeError: A value has the wrong type.
     """
 
     mode: str | None = key(None, TEXT, null=True, choices=MODES)
@@ -106,30 +124,34 @@ class SparsityConfig:
 
     @property
     def random_blocks(self) -> int:
-        """Of each row."""
+        """Random blocks in each row."""
         default = 1 if self.mode == "bigbird" else 0
         return default if self.num_random_blocks is None else self.num_random_blocks
 
     @property
     def global_ranges(self) -> tuple[tuple[int, int], ...]:
-        """(first, end) of each run of global blocks."""
+        """The first block and the exclusive end of each run of global blocks."""
         ends = self.global_block_end_indices
         return tuple(
             (first, first + 1 if ends is None else ends[k]) for k, first in enumerate(self.global_block_indices)
         )
 
     def of_model(self, is_causal: bool) -> SparsityConfig:
-        """With `attention` as the model has it. Raises ValueError where the file says the other."""
+        """The configuration with `attention` set to the model's.
+
+        Raises:
+            ValueError: `attention` is set and contradicts the model.
+        """
         said, has = self.attention, UNIDIRECTIONAL if is_causal else BIDIRECTIONAL
         if said is not None and said != has:
             raise ValueError(
-                f'sparse_attention.attention is "{said}", but the model\'s attention is {has}; write "{has}", or leave '
-                "the key out"
+                f'sparse_attention.attention is "{said}", but the model\'s attention is {has}; write "{has}", or '
+                "remove the key"
             )
         return self if said == has else replace(self, attention=has)
 
     def without_effect(self) -> list[str]:
-        """The keys that differ from their defaults and that this mode does not read."""
+        """The keys that were set but that this mode does not read."""
         fresh, read = SparsityConfig(), (*_OF_ALL, *_KEYS.get(self.mode or "", ()))
         names = [f.name for f in fields(self) if f.name not in read]
         return [name for name in names if getattr(self, name) != getattr(fresh, name)]
@@ -141,8 +163,8 @@ class SparsityConfig:
         patterns = self.num_different_global_patterns
         if patterns > 1 and not self.different_layout_per_head:
             raise ValueError(
-                f"num_different_global_patterns = {patterns} needs different_layout_per_head: true; all heads have one "
-                "layout without it"
+                f"num_different_global_patterns = {patterns} needs different_layout_per_head: true; without it all "
+                "heads have one layout"
             )
         if shared and patterns > local // shared:
             raise ValueError(
@@ -156,25 +178,33 @@ class SparsityConfig:
             return
         if len(firsts) != len(ends):
             raise ValueError(
-                f"expected as many global_block_end_indices as global_block_indices, got {len(ends)} and {len(firsts)}"
+                f"expected one of global_block_end_indices for each of global_block_indices, got {len(ends)} and "
+                f"{len(firsts)}"
             )
         for first, end in zip(firsts, ends, strict=True):
             if first >= end:
                 raise ValueError(
-                    f"global_block_end_indices: expected an end above {first}, where its run of global blocks begins, "
-                    f"got {end}"
+                    f"global_block_end_indices: expected an end above {first}, the first block of its run, got {end}"
                 )
 
     def _refuse_rows_of_the_future(self) -> None:
         if self.attention == UNIDIRECTIONAL:
             raise ValueError(
-                "horizontal_global_attention shows the whole sequence to global rows, and unidirectional attention "
-                'hides what is later from them; set it to false, or attention to "bidirectional"'
+                "horizontal_global_attention shows the whole sequence to global rows, but unidirectional attention "
+                'hides later tokens from them; set it to false, or attention to "bidirectional"'
             )
 
 
 def read_sparsity(given: SparsityConfig | Mapping[str, object]) -> SparsityConfig:
-    """The block as a `SparsityConfig`. Raises ValueError and TypeError, also where it names no mode."""
+    """Read the block "sparse_attention" of a DeepSpeed JSON.
+
+    Args:
+        given: The block as a mapping, or a `SparsityConfig`, which is only checked.
+
+    Raises:
+        ValueError: There is no mode, a key is unknown, or a value is out of range.
+        TypeError: A value has the wrong type.
+    """
     made = given if isinstance(given, SparsityConfig) else read_block(SparsityConfig, given, "", Reading("config"))
     if made.mode is None:
         raise ValueError(f"sparse_attention.mode is missing: expected one of {', '.join(MODES)}")

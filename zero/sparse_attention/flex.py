@@ -1,8 +1,8 @@
 """The FlexAttention executor: one compiled kernel on CUDA, which skips the blocks that a layout hides.
 
-The kernel's blocks are of 128 tokens (or the layout's own, where these are multiples of it). A block of the kernel
-that the layout shows in part is computed whole, and `mask_mod` hides the rest: a fine layout costs what its coarse
-cover does. On the CPU torch runs it without a kernel, forward only.
+The kernel's blocks have 128 tokens (or the layout's size, if it is a multiple of 128). A kernel block that the layout
+shows in part is computed whole, and `mask_mod` hides the rest, so a fine layout costs as much as its cover in kernel
+blocks. On the CPU torch runs it without a kernel, forward only.
 Shape legend: B sequences, H heads, S tokens, N blocks of the layout, M blocks of the kernel.
 """
 
@@ -34,11 +34,15 @@ def flex_attention(
     bias: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """As `sparse_attention`, which has checked the arguments. RuntimeError where gradients are asked off CUDA."""
+    """As `sparse_attention`, which has checked the arguments.
+
+    Raises:
+        RuntimeError: Gradients are needed on a device other than CUDA.
+    """
     trained = [x for x in (query, key, value, bias) if x is not None and x.requires_grad]
     if query.device.type != "cuda" and trained and torch.is_grad_enabled():
         raise RuntimeError(
-            f'FlexAttention has no backward pass on {query.device.type}; take executor="gather", or torch.no_grad()'
+            f'FlexAttention has no backward pass on {query.device.type}; use executor="gather", or torch.no_grad()'
         )
     S, size = query.shape[2], kernel_block(layout.block)
     kernel = _kernel(query, key, value, layout, visible, bias, scale)
@@ -60,24 +64,24 @@ def flex_attention(
 
 
 def kernel_block(block: int) -> int:
-    """Tokens of a block of the kernel, for a layout of such blocks."""
+    """Tokens in a kernel block, for a layout with blocks of `block` tokens."""
     return block if block % _KERNEL_BLOCK == 0 else _KERNEL_BLOCK
 
 
 @functools.lru_cache(maxsize=64)
 def block_mask(layout: Layout, length: int, device: torch.device) -> BlockMask:
-    """The layout in blocks of the kernel, for sequences padded to them. Kept: also from inference for training."""
-    with torch.inference_mode(False):
+    """The layout in kernel blocks, for sequences padded to whole blocks. Cached."""
+    with torch.inference_mode(False):  # a table cached in inference must be usable in training
         return _block_mask(layout, length, None, device)
 
 
 def _block_mask(layout: Layout, length: int, visible: Tensor | None, device: torch.device) -> BlockMask:
-    """The same, with padding: visible is bool [B, S], false there."""
+    """As `block_mask`; visible: bool [B, S], false for padding."""
     from torch.nn.attention.flex_attention import BlockMask
 
     size = kernel_block(layout.block)
     some, whole = covers(layout, length, device)
-    if visible is not None:  # which keys are padding, no table knows: mask_mod is asked everywhere
+    if visible is not None:  # padding is not in the tables, so mask_mod must be called for every block
         some, whole = some | whole, torch.zeros_like(whole)
     padded, (counts, order) = some.shape[1] * size, _as_lists(some)
     whole_counts, whole_order = _as_lists(whole) if bool(whole.any()) else (None, None)
@@ -94,7 +98,7 @@ def _block_mask(layout: Layout, length: int, visible: Tensor | None, device: tor
 
 @functools.lru_cache(maxsize=64)
 def covers(layout: Layout, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(shown in part, shown whole), bool [H, M, M] each, of the layout in blocks of the kernel. Kept."""
+    """The kernel blocks that the layout shows in part, and those it shows whole: bool [H, M, M] each. Cached."""
     size = kernel_block(layout.block)
     M = -(-length // size)
     first = torch.arange(M, device="cpu")[:, None] * size
@@ -112,18 +116,18 @@ def covers(layout: Layout, length: int, device: torch.device) -> tuple[Tensor, T
 
 
 def _as_lists(table_HMM: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key blocks each row has, and which, first in order: [1, H, M] and [1, H, M, M], int32."""
+    """How many key blocks each row sees, and an order with these first: int32 [1, H, M] and [1, H, M, M]."""
     order = table_HMM.to(torch.int8).argsort(dim=2, descending=True, stable=True)
     return table_HMM.sum(2, dtype=torch.int32)[None], order.to(torch.int32)[None]
 
 
 def _shown(layout: Layout, length: int, visible: Tensor | None, device: torch.device) -> _Where:
-    """mask_mod: whether a query sees a key. Padding up to the kernel's blocks sees and shows nothing."""
+    """mask_mod: whether a query sees a key. The padding up to whole kernel blocks sees nothing and is not seen."""
     blocks, b, is_causal = layout.blocks_HNN.to(device), layout.block, layout.is_causal
     last = length - 1
 
     def mask_mod(sequence: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        # Indices of what lies behind the end are kept inside the tables: compiled code reads them before it hides them.
+        # Clamp indices past the end into the tables: compiled code reads the tables before it applies the mask.
         query, key = q.clamp(max=last), kv.clamp(max=last)
         seen = blocks[head, query // b, key // b] & (q <= last) & (kv <= last)
         if is_causal:
@@ -134,7 +138,7 @@ def _shown(layout: Layout, length: int, visible: Tensor | None, device: torch.de
 
 
 def _added(bias: Tensor, length: int) -> Callable[..., Tensor]:
-    """score_mod: the score and its bias; an axis of one element has it all."""
+    """score_mod: adds the bias to the score; an axis of size one is broadcast."""
     has = [int(size > 1) for size in bias.shape]
     last = length - 1
 
@@ -154,10 +158,10 @@ def _kernel(
     bias: Tensor | None,
     scale: float,
 ) -> Callable[..., Any]:
-    """FlexAttention; compiled where there is a kernel to compile, once for each kind of call.
+    """FlexAttention; on CUDA compiled, once for each kind of call.
 
-    Of one kind are calls for which torch compiles the same: the sequences are not padded yet, as `mask_mod` has their
-    length as a constant.
+    Calls are of one kind if torch would compile the same code for them. The shapes are those before padding, because
+    `mask_mod` holds the sequence length as a constant.
     """
     if query.device.type != "cuda":
         from torch.nn.attention.flex_attention import flex_attention as flex
@@ -171,10 +175,10 @@ def _kernel(
 
 @functools.cache
 def _compiled(*kind: object) -> Callable[..., Any]:
-    """A kernel for such calls, compiled at the first.
+    """The kernel for one kind of call, compiled at the first.
 
-    Of one function torch compiles 8 variants, by default, and runs each further one uncompiled: it then computes all
-    that a layout hides. Variants are counted by the function's code, so each kind of call has its own code.
+    By default torch compiles 8 variants of a function and runs any further one uncompiled, which computes everything
+    that the layout hides. It counts variants by the code object, so each kind of call gets its own.
     """
     from torch.nn.attention.flex_attention import flex_attention as flex
 

@@ -1,8 +1,8 @@
-"""The gather executor: each query block gathers the key blocks that it sees, and attends to these alone.
+"""The gather executor: each query block gathers the key blocks that it sees, and attends only to these.
 
-Works on any device and in any floating-point type; computes in float32 (float64 for float64). A few query blocks at a
-time, so that what is gathered stays in the cache; the backward pass gathers and computes the weights again, and
-nothing but the inputs and the output is kept. All keys of a query block are in one place: no softmax is merged.
+Works on any device and in any floating-point type; computes in float32 (float64 for float64). It works on a few query
+blocks at a time, so that the gathered blocks stay in the cache. The backward pass gathers and computes the weights
+again, so only inputs and output are saved. All keys of a query block are gathered together, so no softmax is merged.
 Shape legend: T tasks (`plan.py`), b tokens of a block, Q queries and K keys of a task, D features of a head.
 """
 
@@ -17,15 +17,21 @@ from torch import Tensor
 
 from .plan import Bucket, minus_infinity_where
 
-# Floats of keys, values and weights that are worked on at a time. Measured on 2 cores with 1 to 2 MB of cache each.
+# Floats of keys, values and weights to work on at a time. Measured on 2 cores with 1 to 2 MB of cache each.
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class GatherCall:
-    """What a call is about, beside its tensors. visible: bool [sequences, N, b], the keys that anybody may see.
+    """The arguments of a call other than tensors to differentiate.
 
-    dropout: the share of weights that are dropped; seed: of which.
+    Attributes:
+        buckets: The tasks, from `plan`.
+        is_causal: Whether no token sees a later one.
+        scale: The factor of the scores.
+        visible: bool [sequences, N, b], false for padding; None without padding.
+        dropout: The share of the weights that are dropped.
+        seed: Seed of the dropout; the backward pass draws the same mask again.
     """
 
     buckets: tuple[Bucket, ...]
@@ -36,7 +42,7 @@ class GatherCall:
     seed: int
 
     def chunks(self, b: int, D: int) -> Iterator[tuple[int, Bucket]]:
-        """The tasks, a cacheful at a time, each with its place in the order."""
+        """The tasks in chunks that fit the cache, each with its number."""
         place = 0
         for bucket in self.buckets:
             Q, K = bucket.rows_TR.shape[1] * b, bucket.columns_TC.shape[1] * b
@@ -48,9 +54,9 @@ class GatherCall:
 def gather_attention(
     query_BHNbD: Tensor, key_BGNbD: Tensor, value_BGNbD: Tensor, bias: Tensor | None, call: GatherCall
 ) -> Tensor:
-    """Attention [B, H, N, b, D]. bias: added to the scores, of shape [B or 1, H or 1, N·b or 1, N·b or 1].
+    """Attention, [B, H, N, b, D]. bias: added to the scores, of shape [B or 1, H or 1, N·b or 1, N·b or 1].
 
-    A query that sees no key at all, for padding hides them, gets zeros and gives no gradient.
+    A query whose keys are all hidden by padding gets zeros and no gradient.
     """
     out: Tensor = _Gather.apply(query_BHNbD, key_BGNbD, value_BGNbD, bias, call)  # type: ignore[no-untyped-call]
     return out
@@ -107,7 +113,7 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Taken:
-    """What a chunk reads, in the type computed in; queries are scaled by `_weights`."""
+    """A chunk's queries, keys and values in the computing type. `_weights` scales the queries in place."""
 
     chunk: Bucket
     q_TQD: Tensor
@@ -120,7 +126,7 @@ class _Taken:
         return cls(chunk, queries, keys, values)
 
     def queries(self, x: Tensor) -> Tensor:
-        """Of another tensor of the queries' shape, what belongs to these."""
+        """The rows of another tensor of the queries' shape that belong to this chunk's queries."""
         return _take(x, self.chunk.rows_TR)
 
 
@@ -129,7 +135,7 @@ def _sources(chunk: Bucket, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tens
 
 
 def _take(x: Tensor, places: Tensor) -> Tensor:
-    """The blocks at places [T, n] as [T, n·b, D], in the type computed in."""
+    """The blocks at places [T, n] as [T, n·b, D], in the computing type."""
     return x.index_select(0, places.flatten()).to(_computed_in(x)).view(len(places), -1, x.shape[2])
 
 
@@ -138,7 +144,7 @@ def _computed_in(x: Tensor) -> torch.dtype:
 
 
 def _weights(taken: _Taken, bias: Tensor | None, call: GatherCall) -> Tensor:
-    """Softmax of the scores [T, Q, K]; rows that see nothing are zero. Scales the queries that were taken, in place."""
+    """Softmax of the scores, [T, Q, K]; zeros in rows that see nothing. Scales `taken`'s queries in place."""
     chunk, Q = taken.chunk, taken.q_TQD.shape[1]
     T, R = chunk.rows_TR.shape
     scores_TQK = torch.bmm(taken.q_TQD.mul_(call.scale), taken.k_TKD.transpose(1, 2))
@@ -159,7 +165,7 @@ def _weights(taken: _Taken, bias: Tensor | None, call: GatherCall) -> Tensor:
 
 
 def _dropped(weights_TQK: Tensor, call: GatherCall, place: int) -> tuple[Tensor, Tensor | None]:
-    """The weights without those that are dropped, and the factor that did it; the same for one seed and place."""
+    """The weights after dropout, and the factor applied. The same seed and place give the same mask."""
     if call.dropout == 0:
         return weights_TQK, None
     generator = torch.Generator(weights_TQK.device).manual_seed(call.seed + place)
@@ -169,12 +175,12 @@ def _dropped(weights_TQK: Tensor, call: GatherCall, place: int) -> tuple[Tensor,
 
 
 def _add_blocks(to: Tensor, chunk: Bucket, from_TKD: Tensor) -> None:
-    """Add the gathered keys' gradients where the keys are."""
+    """Add the gradients of gathered keys at the keys' places."""
     to.view(len(to), -1).index_add_(0, chunk.columns_TC.flatten(), from_TKD.reshape(-1, to[0].numel()))
 
 
 def _places(bias: Tensor, chunk: Bucket, b: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where the bias of each score [T, Q, K] is; an axis of one element has it all."""
+    """The index of each score's bias, [T, Q, K]; an axis of size one is broadcast."""
     within = torch.arange(b, device=bias.device)
     queries_TQ, keys_TK = (
         (x[:, :, None] * b + within).flatten(1) for x in (chunk.query_blocks_TR, chunk.key_blocks_TC)

@@ -1,9 +1,9 @@
 """Sparse attention in Hugging Face's models, through their own registry of attention functions.
 
 Their attention modules call the function that `model.config._attn_implementation` names, with queries, keys and values
-by heads. Ours is registered under `NAME`, next to a mask that passes on which tokens are padding, in place of a table
-of all pairs. What it attends over lies on each module, as `sparse_attention`. Imports transformers only where a model
-of it is given.
+by heads. Ours is registered under `NAME`, together with a mask function that returns the padding mask instead of a
+table of all pairs. Each module holds its sparse attention in its attribute `sparse_attention`. transformers is only
+used if it has been imported already.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .config import SparsityConfig
 
 NAME = "onebit_sparse"
 
-# Classes of self-attention, and the attribute of the model's configuration that says how many heads it has.
+# Classes of self-attention, and the attribute of the model's configuration with the number of heads.
 ATTENTION = {
     "GPT2Attention": "num_attention_heads",
     "BertSelfAttention": "num_attention_heads",
@@ -30,19 +30,19 @@ _UNSUPPORTED = ("softcap", "sliding_window", "s_aux", "output_attentions")
 
 
 def found(model: nn.Module, config: SparsityConfig, executor: str) -> Iterator[tuple[str, SparseSelfAttention]]:
-    """The self-attention of a model of transformers, by name, and what shall take its place."""
+    """The self-attention modules of a transformers model by name, each with the sparse attention to replace it."""
     for name, module in model.named_modules():
         of_them = type(module).__module__.startswith("transformers.")
         if not of_them or type(module).__name__ not in ATTENTION or getattr(module, "is_cross_attention", False):
             continue
-        # A decoder whose configuration says is_causal: false is shown the whole sequence by its mask.
+        # The mask shows the whole sequence to a decoder whose configuration has is_causal: false.
         is_causal = bool(module.is_causal) and bool(getattr(module.config, "is_causal", True))
         heads = int(getattr(module.config, ATTENTION[type(module).__name__]))
         yield name, SparseSelfAttention(config.of_model(is_causal), heads, executor=executor)
 
 
 def switch(model: nn.Module) -> None:
-    """Register the function, and let the models of transformers in `model` call it."""
+    """Register the function, and make the transformers models within `model` call it."""
     if "transformers" not in sys.modules:
         return
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -56,7 +56,7 @@ def switch(model: nn.Module) -> None:
 
 
 def raise_limit(module: nn.Module, positions: int) -> None:
-    """Of a model of transformers, in its configuration and its rotary angles."""
+    """Raise the sequence limit in a transformers module's configuration and rotary angles."""
     config = getattr(module, "config", None)
     if type(module).__module__.startswith("transformers.") and hasattr(config, "max_position_embeddings"):
         cast(Any, config).max_position_embeddings = positions
@@ -74,13 +74,13 @@ def attention_function(
     scaling: float | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """What the registry's functions give: [B, S, H, D], and no weights. attention_mask: of `padding_mask`."""
+    """The registry's function: returns [B, S, H, D] and no weights. attention_mask comes from `padding_mask`."""
     asked = [name for name in _UNSUPPORTED if options.get(name)]
     if asked:
-        raise ValueError(f"sparse attention has no {asked[0]}; leave it out, or keep this model's own attention")
+        raise ValueError(f"sparse attention has no {asked[0]}; remove it, or keep this model's own attention")
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
-            f"expected attention_mask of shape [sequences, tokens], 1 where there is a token, got "
+            f"expected attention_mask of shape [sequences, tokens], 1 for tokens and 0 for padding, got "
             f"{tuple(attention_mask.shape)}; a table of all pairs defeats a sparse layout"
         )
     sparse = getattr(module, "sparse_attention", None)
@@ -90,10 +90,10 @@ def attention_function(
         mixed = sparse(query, key, value, padding=attention_mask, bias=bias, scale=scaling)
     elif getattr(module, "is_causal", False):
         raise ValueError(
-            f"{type(module).__name__} attends to itself, and replace_attention() did not know it; known: "
+            f"{type(module).__name__} is self-attention that replace_attention() does not know; it knows "
             f"{', '.join(ATTENTION)}"
         )
-    else:  # attention to another sequence: all of it, but its padding
+    else:  # cross-attention sees all of the other sequence except padding
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None]
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=True
@@ -111,18 +111,21 @@ def padding_mask(
     attention_mask: Tensor | None = None,
     **options: object,
 ) -> Tensor | None:
-    """Which tokens are not padding, [B, S], as the caller has said. Raises ValueError where a model hides more."""
+    """The caller's padding mask [B, S], true or 1 for tokens.
+
+    Raises:
+        ValueError: The model hides more than padding and the future, or its cache has unfilled places.
+    """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if mask_function not in (None, causal_mask_function, bidirectional_mask_function):
         raise ValueError(
-            "this model hides more than padding and the future (sequences packed into one, a sliding window of its "
-            "own, tokens seen both ways), which a sparse layout does not know; pass an attention_mask of shape "
-            "[sequences, tokens] with one sequence in each row, or keep this model's own attention"
+            "this model hides more than padding and the future (packed sequences, a sliding window, tokens seen both "
+            "ways), which a sparse layout cannot express; pass an attention_mask of shape [sequences, tokens] with one "
+            "sequence in each row, or keep this model's own attention"
         )
     if isinstance(q_offset, Tensor) or (q_offset and q_offset + q_length != kv_length):
         raise ValueError(
-            "sparse attention needs a cache that grows with the sequence (DynamicCache); this one has places that are "
-            "not filled yet"
+            "sparse attention needs a cache that grows with the sequence (DynamicCache); this one has unfilled places"
         )
     return None if attention_mask is None else attention_mask[:, -kv_length:]

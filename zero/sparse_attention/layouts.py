@@ -1,8 +1,8 @@
 """Layouts: which blocks of keys each block of queries sees, for each head, as a table of 0 and 1.
 
-`build_layout` makes one of a `SparsityConfig`; a `Layout` can also be made of any table. A layout is a function of its
-configuration, the number of heads and the length, so that all ranks and resumed runs have the same one. Of a
-unidirectional layout a longer one begins with the shorter.
+`build_layout` makes one from a `SparsityConfig`; a `Layout` can also be made from any table. A layout is a function of
+its configuration, the number of heads and the length, so all ranks and resumed runs have the same one. A unidirectional
+layout for a longer sequence begins with the one for a shorter sequence.
 Shape legend: H heads, N blocks of a sequence, S tokens.
 """
 
@@ -21,10 +21,16 @@ from .config import SparsityConfig
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which key blocks each query block sees. is_causal: within them no token sees a later one.
+    """Which key blocks each query block sees.
 
-    blocks_HNN: bool, on the CPU; [h, i, j]: in head h, queries of block i see keys of block j. Of a causal layout the
-    blocks above the diagonal are dropped. Raises ValueError where a row of blocks sees none.
+    Args:
+        blocks_HNN: A table [heads, N, N], kept as bool on the CPU: whether in head h the queries of block i see the
+            keys of block j. Blocks above the diagonal of a causal layout are dropped.
+        block: Tokens in a block.
+        is_causal: Whether no token sees a later one, also within a block.
+
+    Raises:
+        ValueError: The table has another shape, or a row of blocks sees none.
     """
 
     blocks_HNN: Tensor
@@ -37,21 +43,21 @@ class Layout:
             raise ValueError(f"expected a layout of shape [heads, blocks, blocks], got {tuple(blocks.shape)}")
         if self.block < 1:
             raise ValueError(f"expected blocks of at least one token, got {self.block}")
-        if self.is_causal:  # heads that share a table go on sharing it
+        if self.is_causal:  # heads that share one table must still share it afterwards
             blocks = blocks[:1].tril().expand_as(blocks) if _is_shared(blocks) else blocks.tril()
         hidden = (~blocks.any(2)).nonzero()
         if len(hidden):
             head, row = hidden[0].tolist()
-            seen = "no block of its past or of its own" if self.is_causal else "no block"
+            seen = "no block of its past or itself" if self.is_causal else "no block"
             raise ValueError(
                 f"the layout hides everything from row {row} of head {head} (tokens {row * self.block} to "
-                f"{(row + 1) * self.block - 1}), which sees {seen}; give each row at least one, as its own"
+                f"{(row + 1) * self.block - 1}), which sees {seen}; let each row see at least one, for example itself"
             )
         object.__setattr__(self, "blocks_HNN", blocks)
 
     @property
     def tables(self) -> Tensor:
-        """bool [H, N, N] as blocks_HNN, or [1, N, N] where all heads share a table."""
+        """bool [H, N, N] as blocks_HNN, or [1, N, N] if all heads share one table."""
         return self.blocks_HNN[:1] if _is_shared(self.blocks_HNN) else self.blocks_HNN
 
     @property
@@ -60,26 +66,30 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Blocks of a sequence."""
+        """Blocks in a sequence."""
         return self.blocks_HNN.shape[1]
 
     @property
     def density(self) -> float:
-        """Share of all blocks that are seen; of dense attention 1, of dense causal attention about one half."""
+        """The share of all blocks that are seen: 1 for dense attention, about one half for dense causal attention."""
         return self.tables.count_nonzero().item() / self.tables.numel()
 
     def visible(self, length: int) -> Tensor:
-        """bool [H, S, S]: which tokens see which. Large: for tests, pictures and dense attention with this mask."""
+        """Which tokens see which, bool [H, S, S]. Large: meant for tests, pictures and dense attention with a mask."""
         tokens = torch.arange(length, device="cpu")
         seen = self.blocks_HNN[:, tokens // self.block][:, :, tokens // self.block]
         return seen & (tokens[:, None] >= tokens) if self.is_causal else seen
 
     def of_heads(self, first: int, count: int) -> Layout:
-        """That of some of the heads, of which a tensor-parallel rank has its own."""
+        """The layout of `count` heads from `first` on, for a tensor-parallel rank.
+
+        Raises:
+            ValueError: The layout does not have these heads.
+        """
         if count == self.heads:
             return self
         if not 0 <= first <= self.heads - count:
-            raise ValueError(f"heads {first} to {first + count - 1} of a layout of {self.heads} heads are not there")
+            raise ValueError(f"the layout has {self.heads} heads, and no heads {first} to {first + count - 1}")
         return _heads_of(self, first, count)
 
 
@@ -93,14 +103,20 @@ def _heads_of(layout: Layout, first: int, count: int) -> Layout:
 
 
 def build_layout(config: SparsityConfig, heads: int, length: int) -> Layout:
-    """The layout of this configuration for sequences of `length` tokens, the last block of which may be short.
+    """Build the layout of a configuration. Layouts are cached: the same arguments give the same object.
 
-    Kept: asked again, the same object. Raises ValueError where the configuration names no mode.
+    Args:
+        config: The configuration, with a mode.
+        heads: The query heads of the model.
+        length: Tokens in a sequence. The last block may be shorter.
+
+    Raises:
+        ValueError: The configuration has no mode, or there is no head or no token.
     """
     if heads < 1 or length < 1:
         raise ValueError(f"expected at least one head and one token, got {heads} and {length}")
     if config.mode is None:
-        raise ValueError(f"the configuration names no mode; expected one of {', '.join(_BUILDERS)}")
+        raise ValueError(f"the configuration has no mode; expected one of {', '.join(_BUILDERS)}")
     return _build(config, heads, -(-length // config.block))
 
 
@@ -131,7 +147,7 @@ def _fixed(config: SparsityConfig, N: int, head: int) -> Tensor:
 
 
 def _variable(config: SparsityConfig, N: int, head: int) -> Tensor:
-    """Windows of the listed sizes one after another, the last of which repeats; random and global blocks."""
+    """Windows of the listed sizes in sequence, the last of which repeats; random and global blocks."""
     sizes, window = config.local_window_blocks, torch.zeros(N, dtype=torch.long, device="cpu")
     start = k = 0
     while start < N:
@@ -174,7 +190,7 @@ def _sliding(config: SparsityConfig, N: int) -> Tensor:
 
 
 def _with_global(seen_NN: Tensor, ranges: tuple[tuple[int, int], ...] | list[tuple[int, int]], *, rows: bool) -> Tensor:
-    """With the columns of these blocks seen by all rows; rows: and these rows see all columns."""
+    """The table in which all rows also see the columns of `ranges`; with `rows`, these rows also see all columns."""
     seen_NN = seen_NN.clone()
     for first, end in ranges:
         seen_NN[:, first:end] = True
@@ -184,7 +200,7 @@ def _with_global(seen_NN: Tensor, ranges: tuple[tuple[int, int], ...] | list[tup
 
 
 def _random(config: SparsityConfig, N: int, head: int) -> Tensor:
-    """This many blocks of each row; of a causal layout, of the row's past and itself, as many as there are."""
+    """config.random_blocks random blocks in each row; in a causal layout, from the row's past and itself."""
     seen = torch.zeros(N, N, dtype=torch.bool, device="cpu")
     for row in range(N) if config.random_blocks else ():
         digest = hashlib.sha256(f"{config.seed}/{head}/{row}".encode()).digest()

@@ -1,4 +1,4 @@
-"""A layout to look at, as text or as a PNG, and how far a token sees through several layers of it."""
+"""Pictures of a layout, as text or PNG, and how far a token sees through several layers of it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ _GAP, _PIXELS = 2, 512
 
 @dataclass(frozen=True)
 class Reach:
-    """Through `layers` layers: the share of all earlier tokens that a token sees, and the farthest, both on average.
+    """How far tokens see through a number of layers. Counts whole blocks.
 
-    share: of all tokens, where the layout is bidirectional. farthest: tokens between a block's first token and the
-    farthest that it sees, of the last block; both count whole blocks.
+    Attributes:
+        layers: The number of layers.
+        share: The share of all earlier blocks that a block sees, on average; of all blocks if bidirectional.
+        farthest: The distance in tokens from the last block to the farthest block that it sees.
     """
 
     layers: int
@@ -32,7 +34,16 @@ class Reach:
 
 
 def reach(layout: Layout, layers: int, head: int | None = None) -> list[Reach]:
-    """After 1, 2, ... layers; all of one layout. head: None: a token sees what any head shows, and passes it on."""
+    """How far tokens see through 1, 2, ..., `layers` layers of one layout.
+
+    Args:
+        layout: The layout of every layer.
+        layers: The number of layers.
+        head: The head to follow; None (default): a token passes on what any head shows it.
+
+    Returns:
+        One `Reach` for each number of layers.
+    """
     table_NN = layout.blocks_HNN.any(0) if head is None else layout.blocks_HNN[head]
     N = layout.rows
     possible = N * (N + 1) / 2 if layout.is_causal else N * N
@@ -46,7 +57,16 @@ def reach(layout: Layout, layers: int, head: int | None = None) -> list[Reach]:
 
 
 def draw(layout: Layout, head: int = 0, width: int = 64) -> str:
-    """One head as text: a row for each query block, a column for each key block; several blocks each above `width`."""
+    """Draw one head as text: a row for each query block, and a column for each key block.
+
+    Args:
+        layout: The layout.
+        head: The head to draw, 0 by default.
+        width: The most characters in a row, 64 by default; longer layouts get several blocks per character.
+
+    Returns:
+        Lines of █ for blocks that are seen, · for hidden ones, and ▒ for several blocks of both.
+    """
     table_NN = layout.blocks_HNN[head]
     each = -(-layout.rows // width)
     M = -(-layout.rows // each)
@@ -61,7 +81,13 @@ def draw(layout: Layout, head: int = 0, width: int = 64) -> str:
 
 
 def save_picture(layout: Layout, path: Path, heads: Sequence[int] | None = None) -> None:
-    """Some heads side by side as a PNG: blue where keys are seen, grey between the heads. Default: all."""
+    """Save heads side by side as a PNG: blue for blocks that are seen, grey between the heads.
+
+    Args:
+        layout: The layout.
+        path: The file to write.
+        heads: The heads to draw; None (default) for all.
+    """
     shown = list(range(layout.heads)) if heads is None else list(heads)
     scale = max(1, _PIXELS // layout.rows)
     parts = []
@@ -74,10 +100,10 @@ def save_picture(layout: Layout, path: Path, heads: Sequence[int] | None = None)
 
 
 def _png(pixels: Tensor) -> bytes:
-    """An image of colours of the palette, uint8 [height, width]."""
+    """A PNG of palette indices, uint8 [height, width]."""
     height, width = pixels.shape
-    rows = b"".join(b"\0" + bytes(row) for row in pixels.tolist())  # each begins with its filter: none
-    header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)  # 8 bits per pixel, of a palette
+    rows = b"".join(b"\0" + bytes(row) for row in pixels.tolist())  # each row begins with its filter type: none
+    header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)  # 8 bits per pixel, palette colours
     chunks = ((b"IHDR", header), (b"PLTE", _PALETTE), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
     framed = (
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks

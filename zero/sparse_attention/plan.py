@@ -1,8 +1,8 @@
 """The gather executor's plan: query blocks grouped by how many key blocks they see, so that cost follows density.
 
-A task is a query block of one head of one sequence, or several neighbours that see much the same: these gather their
-keys once. Tasks with nearly equal numbers of key blocks are computed together, padded to the largest: a global row,
-which sees all blocks, costs what it sees, and no other row pays for it.
+A task is a query block of one head of one sequence, or several neighbours that see almost the same keys and gather them
+once. Tasks with nearly equal numbers of key blocks are computed together, padded to the largest. So a global row, which
+sees all blocks, does not make the other rows more expensive.
 Shape legend: H heads, N blocks of a sequence, T tasks, R query blocks of a task, C key blocks of a task.
 """
 
@@ -17,21 +17,27 @@ from torch import Tensor
 
 from .layouts import Layout
 
-# Tasks with at least this share of the largest's key blocks are computed with it: what padding may cost.
+# Tasks with at least this share of the largest task's key blocks are padded to it. Bounds the cost of padding.
 LEAST_SHARE = 0.9
-# Queries of a task, at most, where blocks are joined.
+# The most queries in a task of joined blocks.
 _MOST_QUERIES = 256
-# To gather a key, and to return its gradient, takes as long as so many queries' work with it. Fitted to one CPU core.
+# Gathering a key and scattering its gradient takes as long as this many queries' work with it. Fitted to one CPU core.
 _GATHERING = 20
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tasks that are computed together. rows_TR, columns_TC: places of blocks, all sequences and heads in one row.
+    """Tasks that are computed together. In a causal layout a task's first R key blocks are its own query blocks.
 
-    hidden_TRC: added to scores: minus infinity where a query block does not see a key block of its task, else zero;
-    None: all see all. Of a causal layout the first R key blocks are the task's own query blocks. For padding and bias,
-    sequences_T, heads_T, query_blocks_TR and key_blocks_TC say what is where.
+    Attributes:
+        rows_TR: The query blocks' places in the flattened [sequences, heads, N].
+        columns_TC: The key blocks' places in the flattened [sequences, key heads, N].
+        hidden_TRC: Added to scores: minus infinity if a query block does not see a key block, else zero; None if all
+            see all.
+        sequences_T: The sequence of each task; this and the next three locate padding and bias.
+        heads_T: The query head of each task.
+        query_blocks_TR: The query blocks' numbers within the sequence.
+        key_blocks_TC: The key blocks' numbers within the sequence.
     """
 
     rows_TR: Tensor
@@ -43,7 +49,7 @@ class Bucket:
     key_blocks_TC: Tensor
 
     def chunks(self, tasks: int) -> Iterator[Bucket]:
-        """The same in pieces of this many tasks."""
+        """The same in pieces of at most `tasks` tasks."""
         for start in range(0, len(self.rows_TR), tasks):
             here = slice(start, start + tasks)
             yield Bucket(
@@ -58,18 +64,18 @@ class Bucket:
 
 
 def minus_infinity_where(hidden: Tensor) -> Tensor:
-    """float32, to be added to scores: six times as fast as filling them where they are hidden."""
+    """float32 to add to scores: six times as fast as masked_fill_ on the scores."""
     return torch.zeros(hidden.shape, device=hidden.device, dtype=torch.float32).masked_fill_(hidden, float("-inf"))
 
 
 def cost(query_blocks: int, key_blocks: Tensor | int, block: int) -> Tensor | int:
-    """Of tasks, in queries times keys; see `_GATHERING`."""
+    """The cost of tasks, in queries times keys; see `_GATHERING`."""
     return key_blocks * block * (query_blocks * block + _GATHERING)
 
 
 @functools.lru_cache(maxsize=64)
 def plan(layout: Layout, sequences: int, key_heads: int, device: torch.device) -> tuple[Bucket, ...]:
-    """The buckets of a layout for this many sequences. Kept."""
+    """The buckets of a layout for this many sequences. Cached."""
     made = []
     for joined, tasks in _tasks(layout).items():
         seen_HMN = _joined(layout, joined)
@@ -85,7 +91,7 @@ def plan(layout: Layout, sequences: int, key_heads: int, device: torch.device) -
 
 
 def _joined(layout: Layout, joined: int) -> Tensor:
-    """What this many neighbouring query blocks see together, [H, M, N]; of a causal layout also themselves."""
+    """The key blocks that `joined` neighbouring query blocks see together, [H, M, N]; if causal, also themselves."""
     H, N, M = layout.heads, layout.rows, layout.rows // joined
     seen = layout.blocks_HNN[:, : M * joined].view(H, M, joined, N).any(2)
     if layout.is_causal:
@@ -95,9 +101,9 @@ def _joined(layout: Layout, joined: int) -> Tensor:
 
 
 def _tasks(layout: Layout) -> dict[int, Tensor]:
-    """(head, which) of the tasks of 1, 2, 4, ... neighbouring query blocks each, so that the cost is least.
+    """(head, number) of the tasks, by how many neighbouring query blocks they join (1, 2, 4, ...), at the least cost.
 
-    From pairs upwards: neighbours are joined where one task of them costs less than the best that they do apart.
+    From pairs upwards: neighbours are joined if their joint task costs no more than the best of them apart.
     """
     sizes = [1]
     while 2 * sizes[-1] <= layout.rows and 2 * sizes[-1] * layout.block <= _MOST_QUERIES:
@@ -132,7 +138,7 @@ def _bucket(
     key_heads: int,
     device: torch.device,
 ) -> Bucket:
-    """tasks: (head, which) of each, within one sequence."""
+    """One bucket for all sequences. tasks: (head, number) of each task within one sequence."""
     H, N = layout.heads, layout.rows
     heads, rows_TR = tasks[:, 0], tasks[:, 1:] * joined + torch.arange(joined, device="cpu")
     others, own = seen_HMN[heads, tasks[:, 1]], rows_TR if layout.is_causal else rows_TR[:, :0]
@@ -149,7 +155,7 @@ def _bucket(
     of_key_head = (heads // (H // key_heads)).repeat(sequences)
     sequence = torch.arange(sequences, device="cpu").repeat_interleave(len(heads))
     heads, rows_TR, blocks = heads.repeat(sequences), rows_TR.repeat(sequences, 1), blocks.repeat(sequences, 1)
-    if layout.is_causal:  # what is behind the diagonal of its own blocks is hidden token by token
+    if layout.is_causal:  # in own blocks, later tokens are hidden token by token instead
         own = torch.arange(joined, device="cpu")
         hidden[:, own[:, None], own] &= own[:, None] >= own
     return Bucket(

@@ -1,10 +1,10 @@
-"""Sparse attention in models that are there: by the names of their attention modules, and with longer position tables.
+"""Sparse attention for existing models: replaces their attention modules, and extends their position tables.
 
     replace_attention(model, {"mode": "bslongformer", "block": 64}, max_positions=16384)
 
-Models of Hugging Face are known by the classes of `huggingface.py`. Any other model takes part whose attention is a
-module with an attribute `core_attention`, called as core_attention(query, key, value) with [B, heads, S, D], and with
-`heads` and `is_causal`.
+Models of Hugging Face are recognised by the classes in `huggingface.py`. Any other model can take part if its attention
+is a module with the attributes `heads`, `is_causal` and `core_attention`, which is called as core_attention(query, key,
+value) with tensors [B, heads, S, D].
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from . import huggingface
 from .attention import SparseSelfAttention
 from .config import SparsityConfig, read_sparsity
 
-# Modules and attributes of position tables: (a parent with the embedding, the name of it).
+# Attributes under which models keep their position table, and buffers as long as it.
 _POSITION_TABLES = ("wpe", "position_embeddings", "positions")
 _POSITION_BUFFERS = ("position_ids", "token_type_ids")
 
 
 @runtime_checkable
 class HasCoreAttention(Protocol):
-    """A module whose attention over heads can be replaced. heads: of the whole model."""
+    """A module whose attention over heads can be replaced. `heads` counts those of the whole model, not of a rank."""
 
     core_attention: object
     heads: int
@@ -41,12 +41,24 @@ def replace_attention(
     executor: str = "auto",
     is_part: bool = False,
 ) -> list[str]:
-    """Let all self-attention of a model see what the configuration's layout shows; the names of the modules.
+    """Make all self-attention of a model sparse. Changes the model in place; its parameters stay as they are.
 
-    In place; parameters stay as they are. Before sharding, and before the optimizer is made where max_positions adds
-    positions, see `extend_positions`. `attention` of the configuration may be left out: the model says it. executor:
-    see `sparse_attention`. is_part: a pipeline's stage, which may have no attention.
-    Raises ValueError where the model has no attention that is known, or `attention` contradicts the model's.
+    Call it on every rank before the model is sharded and, with max_positions, before the optimizer is made.
+
+    Args:
+        model: A model of Hugging Face, or one whose attention modules have core_attention, heads and is_causal.
+        config: The layout, as a `SparsityConfig` or the block "sparse_attention" of a DeepSpeed JSON. Its key
+            `attention` may be left out: the model decides.
+        max_positions: The sequence length in tokens to extend the model to, as `extend_positions`; None (default) to
+            leave it.
+        executor: "auto" (default), "flex" or "gather", as in `sparse_attention`.
+        is_part: Whether the model is a pipeline stage, which may have no attention; False by default.
+
+    Returns:
+        The names of the modules whose attention is now sparse.
+
+    Raises:
+        ValueError: No attention module of the model is known, or `attention` contradicts the model's.
     """
     found = attention_of(model, read_sparsity(config), executor=executor, is_part=is_part)
     for name, attention in found.items():
@@ -64,30 +76,52 @@ def replace_attention(
 def attention_of(
     model: nn.Module, config: SparsityConfig, *, executor: str = "auto", is_part: bool = False
 ) -> dict[str, SparseSelfAttention]:
-    """What `replace_attention` would put into which modules, by their names; changes nothing. Raises as it does."""
+    """The attention that `replace_attention` would put into each module, by module name; changes nothing.
+
+    Raises:
+        ValueError: As `replace_attention`.
+    """
     found = dict(_own(model, config, executor)) | dict(huggingface.found(model, config, executor))
     if not found and not is_part:
         raise ValueError(
-            f"{type(model).__name__} has no attention that is known by name: expected modules of the classes "
+            f"{type(model).__name__} has no attention module that onebit knows: expected modules of the classes "
             f"{', '.join(huggingface.ATTENTION)}, or modules with the attributes core_attention, heads and is_causal"
         )
     return found
 
 
 def place_heads(model: nn.Module, rank: int, ranks: int) -> None:
-    """Tell sparse attention which heads this one of this many tensor-parallel ranks has: the rank-th part of them."""
+    """Tell a model's sparse attention which heads this tensor-parallel rank has: the rank-th of `ranks` equal parts.
+
+    `onebit.zero.initialize` does it for "onebit": {"tensor": ...}.
+
+    Args:
+        model: The model, after `replace_attention`.
+        rank: This rank among the tensor-parallel ranks.
+        ranks: How many tensor-parallel ranks there are.
+
+    Raises:
+        ValueError: `ranks` does not divide the number of heads.
+    """
     for module in model.modules():
         if isinstance(module, SparseSelfAttention):
             if module.heads % ranks:
-                raise ValueError(f"{ranks} tensor ranks cannot divide {module.heads} heads; take a number that does")
+                raise ValueError(f"{ranks} tensor ranks cannot divide {module.heads} heads; use a number that does")
             module.first_head = rank * (module.heads // ranks)
 
 
 def extend_positions(model: nn.Module, positions: int) -> None:
-    """Let a model take sequences of this many tokens: its learned tables of positions are repeated up to there.
+    """Let a model take longer sequences, in place: the rows of its learned position table are repeated.
 
-    The table's rows repeat from the first one on. The table is a new parameter: call it before the optimizer is made.
-    Rotary positions have no table; their limit is raised. Raises ValueError where a table is longer already.
+    The table becomes a new parameter, so call this before the optimizer is made. Rotary positions have no table; only
+    their limit is raised.
+
+    Args:
+        model: The model.
+        positions: The new longest sequence in tokens.
+
+    Raises:
+        ValueError: The table is longer already.
     """
     for module in list(model.modules()):
         for name in _POSITION_TABLES:
@@ -106,7 +140,7 @@ def extend_positions(model: nn.Module, positions: int) -> None:
 def _repeat_rows(table: nn.Embedding, positions: int) -> None:
     had = table.num_embeddings
     if positions < had:
-        raise ValueError(f"expected max_positions of at least {had}, which the model has already, got {positions}")
+        raise ValueError(f"expected max_positions of at least {had}, which the model already has, got {positions}")
     with torch.no_grad():
         rows = table.weight[torch.arange(positions, device=table.weight.device) % had]
     table.weight = nn.Parameter(rows, requires_grad=table.weight.requires_grad)
