@@ -276,7 +276,10 @@ BAD: dict[str, tuple[Callable[[Tensor, Layout], object], str]] = {
         lambda x, layout: sparse_attention(x[:, :, :48], x[:, :, :48], x[:, :, :48], layout),
         "7 blocks of 8 tokens, for lengths 49 to 56; query has 48 tokens: build it with length=48",
     ),
-    "fewer keys": (lambda x, layout: sparse_attention(x, x[:, :, 1:], x[:, :, 1:], layout), "query's sequences, tokens and features"),
+    "fewer keys": (
+        lambda x, layout: sparse_attention(x, x[:, :, 1:], x[:, :, 1:], layout),
+        "query's sequences, tokens and features",
+    ),
     "three axes": (lambda x, layout: sparse_attention(x[0], x[0], x[0], layout), r"\[sequences, heads, tokens"),
     "types": (lambda x, layout: sparse_attention(x, x.double(), x, layout), "of one floating-point type"),
     "padding": (

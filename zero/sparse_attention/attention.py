@@ -123,9 +123,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     if not query.dim() == key.dim() == value.dim() == 4:
         raise ValueError(f"expected query, key and value of shape [sequences, heads, tokens, features], got {shapes}")
     if key.shape != value.shape or query.shape[0] != key.shape[0] or query.shape[2:] != key.shape[2:]:
-        raise ValueError(
-            f"expected key and value with query's sequences, tokens and features, got {shapes}"
-        )
+        raise ValueError(f"expected key and value with query's sequences, tokens and features, got {shapes}")
     if query.shape[1] % key.shape[1]:
         raise ValueError(f"expected a number of key heads that divides the query heads, got {shapes}")
     if not (query.dtype == key.dtype == value.dtype and query.is_floating_point()):
