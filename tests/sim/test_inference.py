@@ -754,7 +754,7 @@ def test_a_cache_that_a_model_does_not_use() -> None:
         def forward(self, text_BT, attention_mask=None, position_ids=None, past_key_values=None):  # type: ignore[no-untyped-def]
             return super().forward(text_BT)
 
-    with pytest.raises(ValueError, match=r"Forgetful over a cache gives something else than in one pass \(off by"):
+    with pytest.raises(ValueError, match=r"Forgetful over a cache gives other outputs than in one pass \(off by"):
         init_inference(Forgetful(SIZE))
 
 

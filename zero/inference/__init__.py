@@ -3,9 +3,9 @@
     engine = onebit.zero.init_inference(model, dtype="int8", kernel_inject=True)
     texts = engine.generate([prompt], max_new_tokens=64)
 
-Start at `initializing.py`; `engine.py` decodes, by what `requests.py` reads of prompts and options. `split.py` cuts
-layers over ranks, `layers.py` and `experts.py` hold what is left of them, in floats or int8, `cache.py` keeps keys and
-values; `plan.py` says what a token costs beforehand.
+Start at `initializing.py`. `engine.py` decodes, and `requests.py` reads its prompts and options. `split.py` divides
+layers among ranks; `layers.py` and `experts.py` hold the parts, in floats or int8; `cache.py` keeps keys and values;
+`plan.py` estimates what a token costs.
 """
 
 from .config import InferenceConfig

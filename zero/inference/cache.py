@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, in memory that stays: a compiled step and a CUDA graph need the same addresses.
+"""Keys and values of the tokens so far, at fixed addresses, as a compiled step and a CUDA graph need them.
 
 Shape legend: B rows, H heads, T new tokens, S slots, d features of a head.
 """
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class StaticCache:
-    """slots: how many tokens a row may have. Memory is made by the first `update` of each layer."""
+    """The cache of all layers, with `slots` tokens per row. The first `update` of each layer allocates its memory."""
 
     def __init__(self, slots: int):
         self.slots = slots
@@ -17,12 +17,12 @@ class StaticCache:
         self.values: dict[int, Tensor] = {}
 
     def fit(self, rows: int) -> None:
-        """Hold this many rows; what another number of rows has is dropped."""
+        """Make the cache fit this many rows: a cache with another number is dropped."""
         if self.keys and next(iter(self.keys.values())).shape[0] != rows:
             self.keys, self.values = {}, {}
 
     def at(self, slots_T: Tensor, width: int) -> CacheView:
-        """For a forward pass whose T tokens go to these slots, and which reads the first `width`."""
+        """The view for a forward pass that writes its T tokens to these slots, and reads the first `width` slots."""
         return CacheView(self, slots_T, width)
 
     @property
@@ -31,7 +31,7 @@ class StaticCache:
 
 
 class CacheView:
-    """What a model is given as `past_key_values`: transformers' `update`, and nothing else."""
+    """What a model gets as `past_key_values`: of transformers' caches it has only `update`."""
 
     is_compileable = True
 
@@ -41,7 +41,7 @@ class CacheView:
     def update(
         self, keys_BHTd: Tensor, values_BHTd: Tensor, layer: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Keep them; all keys and values so far, [B, H, width, d]."""
+        """Store the new keys and values, and return all so far, [B, H, width, d]."""
         return self._kept(self._cache.keys, keys_BHTd, layer), self._kept(self._cache.values, values_BHTd, layer)
 
     def _kept(self, layers: dict[int, Tensor], x_BHTd: Tensor, layer: int) -> Tensor:

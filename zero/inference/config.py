@@ -38,10 +38,10 @@ _RANKS = "ranks are those of the transport: pass transport= to init_inference"
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How many ranks compute each layer together."""
+    """How many ranks compute each layer together: tp_size, 1 by default."""
 
     inert: ClassVar[Mapping[str, Inert]] = {
-        "enabled": Inert(BOOL, "tp_size says it", fine=(True,)),
+        "enabled": Inert(BOOL, "tp_size decides it", fine=(True,)),
         "mpu": Inert(ANYTHING, _RANKS, fine=(None,), refused=True),
         "tp_group": Inert(ANYTHING, _RANKS, fine=(None,), refused=True),
     }
@@ -51,7 +51,7 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class Bits:
-    """What travels through a product. num_bits: 8 is what is here."""
+    """The bits of a product's weights or inputs; only num_bits = 8 is supported."""
 
     inert: ClassVar[Mapping[str, Inert]] = {
         name: Inert(ANYTHING, "scales are by row, symmetric")
@@ -64,16 +64,16 @@ class Bits:
 
 @dataclass(frozen=True)
 class Activation(Bits):
-    """Off unless it is asked for."""
+    """The bits of a product's inputs; off by default."""
 
     enabled: bool = key(False, BOOL)
 
 
 @dataclass(frozen=True)
 class Quant:
-    """Weights in int8 by rows; on where the block is written. activation: inputs of products as well, if enabled."""
+    """Weights in int8 by rows, on if the block is present; with activation.enabled also the inputs of products."""
 
-    inert: ClassVar[Mapping[str, Inert]] = {"qkv": Inert(OBJECT, "all linear layers are treated as one another")}
+    inert: ClassVar[Mapping[str, Inert]] = {"qkv": Inert(OBJECT, "all linear layers are treated in the same way")}
 
     enabled: bool = key(False, BOOL)
     weight: Bits = block(Bits)
@@ -82,17 +82,29 @@ class Quant:
 
 @dataclass(frozen=True)
 class InferenceConfig:
-    """What `init_inference` makes of a model.
+    """The options of `init_inference`, by DeepSpeed's names.
 
-    dtype: of weights and products; None: as the weights are; "int8": the same with "quant": weights in int8.
-    kernel_inject: compile the decode step with torch.compile (a C++ compiler on a CPU). enable_cuda_graph: replay it as
-    a CUDA graph. checkpoint: weights to load: an engine's folder, a .safetensors file or a folder of them; or
-    {"path": ..., "tag": ...}. max_out_tokens: slots of the cache: prompt and answer of a row. injection_policy: tensor
-    plan by name: {"h.*.mlp.up": "colwise", "h.*.mlp.down": "rowwise"}; or DeepSpeed's {Block: ("out", "mlp.down")}.
+    Args:
+        dtype: Of weights and products: "fp32", "bf16" or "fp16"; "int8" keeps the weights in int8, and computes in
+            their dtype. None (default) keeps the weights' dtype.
+        kernel_inject: Whether to compile the decode step with torch.compile; on a CPU it needs a C++ compiler. False
+            by default.
+        enable_cuda_graph: Whether to replay the decode step as a CUDA graph; False by default.
+        checkpoint: Weights to load: an engine's checkpoint folder, a .safetensors file or a folder of them, or
+            {"path": ..., "tag": ...}. None (default) keeps the model's.
+        max_out_tokens: Slots of the cache: the most tokens of a prompt with its answer; 1,024 by default.
+        injection_policy: The tensor plan by name, as {"h.*.mlp.up": "colwise", "h.*.mlp.down": "rowwise"}, or
+            DeepSpeed's {Block: ("out", "mlp.down")}. None (default) for the model's own.
+        tensor_parallel: {"tp_size": N}: how many ranks compute each layer together, 1 by default.
+        quant: Weights in int8, as dtype "int8"; with {"activation": {"enabled": true}} also the inputs of products.
+
+    Raises:
+        ValueError: A value is out of range, or values exclude each other.
+        TypeError: A value has the wrong type.
     """
 
     inert: ClassVar[Mapping[str, Inert]] = {
-        name: Inert(ANYTHING, "the model's own forward is what runs")
+        name: Inert(ANYTHING, "the model's own forward runs")
         for name in (
             "triangular_masking",
             "replace_method",
@@ -116,12 +128,12 @@ class InferenceConfig:
         check_block(self)
         if self.enable_cuda_graph and self.tensor_parallel.tp_size > 1:
             raise ValueError(
-                "enable_cuda_graph with tp_size > 1: sums over ranks cannot be replayed; leave one of them out"
+                "enable_cuda_graph with tp_size > 1: sums over ranks cannot be replayed; remove one of them"
             )
         if self.quant.activation.enabled and not self.is_int8:
             raise ValueError('quant.activation needs weights in int8: write dtype "int8", or quant.enabled true')
         if self.enable_cuda_graph and not torch.cuda.is_available():
-            raise ValueError("enable_cuda_graph needs CUDA, which is not here; kernel_inject compiles without it")
+            raise ValueError("enable_cuda_graph needs CUDA, which is not available; kernel_inject compiles without it")
 
     @property
     def is_int8(self) -> bool:
@@ -130,15 +142,26 @@ class InferenceConfig:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """None: that of the weights."""
+        """The dtype of products; None for that of the weights."""
         return None if self.dtype in (None, "int8") else DTYPES[str(self.dtype)]
 
 
 def read_inference_config(config: object = None, **keywords: object) -> InferenceConfig:
-    """config: a dict, or a JSON file; keywords: the same keys. Raises ValueError and TypeError, which name the key."""
+    """Read the options of `init_inference`.
+
+    Args:
+        config: A dict or the path of a JSON file; None (default) for none.
+        **keywords: The same keys, which must not contradict `config`.
+
+    Raises:
+        ValueError: A key is unknown, out of range or given twice.
+        TypeError: A value has the wrong type.
+    """
     if isinstance(config, InferenceConfig):
         if keywords:
-            raise ValueError(f"init_inference: got a config and {', '.join(keywords)}; write them into one of both")
+            raise ValueError(
+                f"init_inference: got a config and {', '.join(keywords)}; put all options into one of them"
+            )
         return config
     if isinstance(config, str | os.PathLike):
         config = json.loads(Path(config).read_text())

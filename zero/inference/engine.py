@@ -1,10 +1,10 @@
 """Decoding: prompts in, tokens out, one forward pass a token over a static cache.
 
-1. Prompts are aligned at their ends: row b begins at slot T - len(b), and its positions at 0. A mask hides the slots
-   before a row's beginning.
+1. Prompts are aligned at their ends: row b begins at slot T - len(b), with position 0. A mask hides the slots before
+   it.
 2. One pass over all prompts fills the cache (prefill) and gives the logits of the first token.
-3. Rank 0 chooses every row's token and tells the others: ranks cannot part ways.
-4. A decode step takes one token of every row to the next slot. It is compiled where the configuration says so.
+3. Rank 0 broadcasts the token it chose for every row, so that ranks cannot diverge.
+4. A decode step puts one token of every row into the next slot. It is compiled if the configuration asks for it.
 
 Shape legend: B rows, T tokens of the longest prompt, S slots that are read, V logits.
 """
@@ -30,11 +30,17 @@ if TYPE_CHECKING:
 
 
 class InferenceEngine:
-    """A model that serves. `init_inference` makes it. Calling it is calling the model, without gradients.
+    """A model that serves: calling it calls the model without gradients, and `generate` decodes. See `init_inference`.
 
-    module: what runs, on this rank its part; it shares what memory it can with the model that was given. transport:
-    between the ranks that compute each layer together, which all make the same calls. before_first_call: looks at what
-    the first call is given; raises ValueError, on all ranks, where the split model gives something else than the whole.
+    All ranks of the transport compute each layer together, so all must make the same calls in the same order.
+
+    Attributes:
+        module: This rank's part of the model. It shares memory with the model that was given, where possible.
+        config: The configuration.
+        transport: The transport between the ranks that serve together.
+        slots: Slots of the cache: the most tokens of a prompt with its answer.
+        before_first_call: Checks the split model on the first call's inputs, or None. It raises ValueError on all ranks
+            if the split model computes something else than the whole one.
     """
 
     def __init__(self, module: nn.Module, config: InferenceConfig, transport: Transport):
@@ -61,18 +67,21 @@ class InferenceEngine:
 
     @property
     def device(self) -> torch.device:
+        """The device of the model."""
         return next(iter([*self.module.parameters(), *self.module.buffers()])).device
 
     @property
     def held_bytes(self) -> int:
-        """Of weights and buffers on this rank, without the cache."""
+        """Bytes of weights and buffers on this rank, without the cache."""
         tensors = {x.data_ptr(): x.nbytes for x in (*self.module.parameters(), *self.module.buffers())}
         return sum(tensors.values())
 
     @property
     def cache_bytes(self) -> int:
-        """Of keys and values on this rank, of `step` and of streams that have ended; the pages that no token has
-        reached yet are not in memory."""
+        """Bytes of the caches on this rank, for `step` and for streams that have ended.
+
+        Pages that no token has reached yet count, but are not in memory.
+        """
         return sum(cache.nbytes for cache in (self._stepped, *self._free))
 
     def generate(
@@ -83,13 +92,26 @@ class InferenceEngine:
         attention_mask: Tensor | None = None,
         **options: Unpack[Options],
     ) -> Tensor | list[Tensor]:
-        """Prompts and what follows, until an end token or max_new_tokens. All ranks, with the same arguments.
+        """Continue prompts until an end token or max_new_tokens. All ranks call it with the same arguments.
 
-        prompts: sequences of tokens of any lengths; the answer is a list with a tensor for each, end token included. Or
-        a tensor [B, T], padded on the left; the answer is a tensor [B, T + n], with the pad token (else the first end
-        token) after an end. Without attention_mask what equals the pad token is no text, unless it ends rows as well.
-        Of a model of transformers the tokens are those of its own generate. Raises ValueError, on all ranks, where a
-        prompt with its answer does not fit into the cache, or an option cannot be followed.
+        A model of transformers gives the same tokens as its own `generate`.
+
+        Args:
+            prompts: Sequences of tokens of any lengths, or an integer tensor [B, T] padded on the left.
+            max_new_tokens: The most tokens to add.
+            attention_mask: For a tensor of prompts, [B, T]: 1 for text, 0 for padding. None (default): pad tokens are
+                padding, unless the pad token is also an end token.
+            **options: do_sample, temperature, top_k, top_p, seed, eos_token_id, pad_token_id; for a model of
+                transformers also the other options of a GenerationConfig.
+
+        Returns:
+            For sequences a list with a tensor for each, with the end token. For a tensor a tensor [B, T + n], filled
+            after an end with the pad token, or without one with the first end token.
+
+        Raises:
+            ValueError: On all ranks: a prompt with its answer does not fit into the cache, or an option is not
+                supported.
+            TypeError: The prompts have another form, or an option is unknown.
         """
         steps = list(self.stream(prompts, max_new_tokens=max_new_tokens, attention_mask=attention_mask, **options))
         answers = [[token for step in steps if (token := step[b]) is not None] for b in range(len(prompts))]
@@ -112,9 +134,10 @@ class InferenceEngine:
         attention_mask: Tensor | None = None,
         **options: Unpack[Options],
     ) -> Iterator[list[int | None]]:
-        """As `generate`, step by step: each row's token, None after its end. All ranks go on together, or end.
+        """As `generate`, step by step: yields each row's token, or None after its end.
 
-        Several may be under way, on all ranks in the same order: each has a cache.
+        All ranks must iterate together, and stop at the same step. Several streams may be open at once, each with a
+        cache of its own, if all ranks advance them in the same order.
         """
         ends, pad = ends_of(self.module, options), pad_of(self.module, options)
         mask = mask_of(prompts, attention_mask, pad, ends)
@@ -124,9 +147,19 @@ class InferenceEngine:
         return self._steps(rows, max_new_tokens, set(ends), choice)
 
     def step(self, tokens_BT: Tensor, slot: int) -> Tensor:
-        """Logits [B, V] after tokens that follow those which the first `slot` slots hold; slot 0: new rows.
+        """One forward pass over the cache, for callers that choose tokens by their own rules. Not compiled.
 
-        Not compiled. For who chooses tokens by other rules than `generate`, on all ranks the same.
+        All ranks call it with the same arguments.
+
+        Args:
+            tokens_BT: int64 [B, T], the tokens of the slots from `slot` on.
+            slot: How many slots of each row are filled already; 0 begins new rows.
+
+        Returns:
+            The logits [B, V] after the last tokens.
+
+        Raises:
+            ValueError: The tokens do not fit into the cache.
         """
         B, T = tokens_BT.shape
         if slot == 0:
@@ -150,7 +183,7 @@ class InferenceEngine:
             logits_BV = self._run(self._forward, cache, tokens_BT, starts_B, torch.arange(T, device=device), T)
             has_ended = [False] * len(rows)
             for slot in range(T, T + most):
-                chosen_B = choice.choose(logits_BV)  # on all ranks, so that all know what is wrong with a rule
+                chosen_B = choice.choose(logits_BV)  # on all ranks, so that all raise if a rule fails
                 if self.transport.world_size > 1:
                     self.transport.broadcast(chosen_B, 0).wait()
                 choice.follow(chosen_B)
@@ -176,10 +209,10 @@ class InferenceEngine:
         slots_T: Tensor,
         S: int,
     ) -> Tensor:
-        """Logits [B, V] after the last tokens. S: slots that are read."""
+        """The logits [B, V] after the last tokens. S: how many slots are read."""
         positions_BT = (slots_T - starts_B[:, None]).clamp(min=0)
         at_S = torch.arange(S, device=slots_T.device)
-        # A place before a row's beginning sees itself: a softmax over nothing is not a number.
+        # A slot before a row's beginning sees itself: a softmax over nothing would be NaN.
         is_own_BTS = (at_S >= starts_B[:, None, None]) | (at_S == slots_T[:, None])
         is_seen_BTS = is_own_BTS & (at_S <= slots_T[:, None])
         mask_BTS = torch.zeros(is_seen_BTS.shape, dtype=self._dtype, device=at_S.device)
@@ -202,7 +235,7 @@ class InferenceEngine:
 
     def _check(self, rows: Sequence[Tensor], most: int, options: str) -> None:
         if (why := why_no_decoding(self.module)) is not None:
-            raise ValueError(f"{why}; call the engine as the model for what it computes")
+            raise ValueError(f"{why}; call the engine like the model instead of generate()")
         if not rows or min(map(len, rows)) == 0 or most < 1:
             raise ValueError("expected prompts of at least one token each, and max_new_tokens of at least 1")
         if (longest_row := max(map(len, rows))) + most > self.slots:
@@ -221,7 +254,7 @@ class InferenceEngine:
 
 
 def why_no_decoding(model: nn.Module) -> str | None:
-    """Why a model cannot decode over the cache; None where it can."""
+    """Why a model cannot decode over the cache; None if it can."""
     name, config = type(model).__name__, getattr(model, "config", None)
     missing = {"past_key_values", "position_ids", "attention_mask"} - inspect.signature(model.forward).parameters.keys()
     if missing or not getattr(model, "can_generate", lambda: True)():
@@ -235,13 +268,17 @@ def why_no_decoding(model: nn.Module) -> str | None:
 
 
 def longest(model: nn.Module) -> int | None:
-    """Tokens that a row can have: those that the model has positions for."""
+    """The most tokens that the model has positions for; None if it does not tell."""
     found = getattr(getattr(model, "config", None), "max_position_embeddings", None) or getattr(model, "context", None)
     return found if isinstance(found, int) else None
 
 
 def outputs_of(out: object) -> Tensor:
-    """Logits, or what an encoder gives."""
+    """The logits of a model's output, or an encoder's last hidden state.
+
+    Raises:
+        TypeError: The output has neither.
+    """
     if isinstance(out, Tensor):
         return out
     for name in ("logits", "last_hidden_state"):

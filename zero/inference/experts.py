@@ -1,7 +1,7 @@
-"""What the experts of a mixture become: of each expert this rank's part, in floats or in int8 by rows.
+"""The experts of a mixture in inference: this rank's part of each expert, in floats or in int8 by rows.
 
-transformers keeps the experts of a layer in one module, as matrices of three dimensions, and its own forward is what
-runs over them here. Others keep a linear layer for each: those are linear layers.
+transformers keeps the experts of a layer in one module, as matrices of three dimensions; its own forward runs over
+them. Models that keep a linear layer for each expert are handled by `layers.py`.
 
 Shape legend: E experts, N outputs, K inputs.
 """
@@ -17,23 +17,23 @@ from torch import Tensor, nn
 from .layers import Join, quantize_rows
 
 STYLE = "moe_tp_experts"
-"""transformers' name for experts each of which is cut; ranks add up what they give."""
+"""transformers' name for experts that are each cut into parts, whose outputs the ranks add up."""
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether transformers runs it over matrices [E, N, K], or [E, K, N], one expert at a time."""
+    """Whether a module is transformers' experts with matrices [E, N, K] or [E, K, N]."""
     return hasattr(module, "_is_expert_parallel") and isinstance(getattr(module, "down_proj", None), nn.Parameter)
 
 
 def inner_width(experts: nn.Module) -> int:
-    """Numbers between the two products of an expert: what ranks divide."""
+    """The features between the two products of an expert, which ranks divide among them."""
     return cast(nn.Parameter, experts.down_proj).shape[_inputs(experts)]
 
 
 def cut(experts: nn.Module, rank: int, ranks: int, join: Join) -> None:
-    """Leave this rank's part of every expert, in place; what comes out is joined."""
+    """Keep only this rank's part of every expert, in place. `join` adds up the outputs of all ranks."""
     up = _up(experts)
-    parts = 2 if experts.has_gate and experts.is_concatenated else 1  # gate and up, one behind the other
+    parts = 2 if experts.has_gate and experts.is_concatenated else 1  # gate and up in one matrix
 
     def rows(x: Tensor, dim: int) -> Tensor:
         return torch.cat([part.chunk(ranks, dim)[rank] for part in x.chunk(parts, dim)], dim)
@@ -43,15 +43,18 @@ def cut(experts: nn.Module, rank: int, ranks: int, join: Join) -> None:
     if experts.has_bias:
         made[f"{up}_bias"] = rows(getattr(experts, f"{up}_bias"), 1)
         bias = cast(Tensor, experts.down_proj_bias)
-        made["down_proj_bias"] = bias if rank == 0 else torch.zeros_like(bias)  # it counts once in the sum
+        made["down_proj_bias"] = bias if rank == 0 else torch.zeros_like(bias)  # only rank 0 adds it to the sum
     for name, x in made.items():
         setattr(experts, name, nn.Parameter(x.detach().contiguous(), requires_grad=False))
     experts.register_forward_hook(lambda module, inputs, out: join(out))
 
 
 def quantize_experts(experts: nn.Module) -> None:
-    """Keep its matrices in int8, in place. Each forward pass makes floats of the experts that tokens go to, one at a
-    time: in transformers' "eager" form, which a compiled step holds as one piece."""
+    """Keep the experts' matrices in int8, in place.
+
+    Each forward pass converts the experts that tokens go to, one at a time. It runs transformers' "eager" form as one
+    custom operation, since its loop depends on the tokens and cannot be compiled.
+    """
     for name in (_up(experts), "down_proj"):
         matrices = ExpertRows(cast(Tensor, getattr(experts, name)), is_transposed=bool(experts.is_transposed))
         delattr(experts, name)
@@ -63,7 +66,7 @@ def quantize_experts(experts: nn.Module) -> None:
 
 
 class ExpertRows(nn.Module):
-    """Matrices in int8 with a float32 scale for each output of each: `self[expert]` is one in floats."""
+    """The experts' matrices in int8, with a float32 scale for each output. `self[expert]` is one matrix in floats."""
 
     def __init__(self, weight: Tensor, *, is_transposed: bool):
         super().__init__()
@@ -82,11 +85,11 @@ def _up(experts: nn.Module) -> str:
 
 
 def _inputs(experts: nn.Module) -> int:
-    """Which dimension of its matrices are inputs."""
+    """The dimension of the matrices' inputs."""
     return 1 if experts.is_transposed else 2
 
 
-# An operation of torch: which experts run depends on the tokens, which no graph can hold. It holds a number.
+# A custom operation, because which experts run depends on the tokens. Graphs cannot hold modules, so it takes a number.
 _EAGER: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
 

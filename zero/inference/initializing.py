@@ -43,15 +43,23 @@ def init_inference(
     transport: Transport | None = None,
     **keywords: object,
 ) -> InferenceEngine:
-    """An engine that serves a model: split over tp_size ranks, in another dtype or int8, compiled. All ranks.
+    """Make an engine that serves a model: split over ranks, in another dtype or int8, compiled. All ranks call it.
 
-    model: a module; an engine that trains one; or a name or folder of transformers. It stays as it is, in training mode
-    if it was, and what need not change is shared: training on changes what is served. config, keywords: the keys of
-    `InferenceConfig`. transport: between the ranks, of which each tp_size next to each other serve together; default:
-    by the launcher, where tp_size is above 1.
+    The model itself is not changed. Weights that need no change are shared with it, so training it further changes
+    what is served. A short run compares the split model, and decoding over the cache, with the whole model.
 
-    Raises ValueError, on all ranks, where ranks hold different weights, the plan does not give what the whole model
-    gives, or a cache does not; CheckpointError where weights cannot be read or are of another model.
+    Args:
+        model: A module, an engine that trains one, or the name or folder of a model of transformers.
+        config: The options as a dict, a JSON file or an `InferenceConfig`; None (default) for defaults.
+        transport: Between all ranks; each tp_size consecutive ranks serve together. None (default): with tp_size above
+            1 the launcher's ranks, otherwise this rank alone.
+        **keywords: The keys of `InferenceConfig`, instead of or besides `config`.
+
+    Raises:
+        ValueError: On all ranks: ranks hold different weights, or the split model or the decoding over the cache
+            computes something else than the whole model.
+        TypeError: The model or an option has the wrong type.
+        CheckpointError: Weights cannot be read, or are of another model.
     """
     read = read_inference_config(config, **keywords)
     W = read.tensor_parallel.tp_size
@@ -60,7 +68,7 @@ def init_inference(
     if read.enable_cuda_graph and read.is_int8 and any(is_experts(module) for module in served.modules()):
         raise ValueError(
             "enable_cuda_graph with experts in int8: each step looks up which of them run, and cannot be replayed; "
-            "leave one of them out"
+            "remove one of the two options"
         )
     if read.checkpoint is not None:
         problem = None
@@ -101,13 +109,13 @@ def init_inference(
 
 
 def _group(transport: Transport | None, ranks: int) -> Transport:
-    """Between the ranks that serve together."""
+    """The transport between the ranks that serve together."""
     if transport is None:
         transport = comm.init() if ranks > 1 else SimTransport()
     W = transport.world_size
     if W % ranks:
         raise ValueError(
-            f"tp_size is {ranks} and there are {W} ranks: start a multiple, torchrun --nproc-per-node={ranks}"
+            f"tp_size is {ranks} and there are {W} ranks: start a multiple of it, torchrun --nproc-per-node={ranks}"
         )
     if ranks == W:
         return transport
@@ -123,23 +131,23 @@ def _module(model: object) -> nn.Module:
             raise ImportError("a model by its name needs transformers: pip install onebit[transformers]") from error
         config = transformers.AutoConfig.from_pretrained(model)
         if not config.architectures:
-            raise ValueError(f"{model} does not say which class it is of; make the model, and pass it")
+            raise ValueError(f"the configuration of {model} names no class; construct the model, and pass it")
         return cast(nn.Module, getattr(transformers, config.architectures[0]).from_pretrained(model))
     module = model if isinstance(model, nn.Module) else getattr(model, "module", model)
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"expected a module, an engine or a name of transformers, got {type(module).__name__}; of a PipelineModule "
-            "serve the plain model, with checkpoint="
+            f"expected a module, an engine or a name of transformers, got {type(module).__name__}; instead of a "
+            "PipelineModule pass the plain model, with checkpoint="
         )
     if name := next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None):
         raise ValueError(
-            f"{name} is sharded: this rank has a part of it; save a checkpoint, and pass a plain model and checkpoint="
+            f"{name} is sharded: this rank has only a part; save a checkpoint, and pass a plain model and checkpoint="
         )
     return module
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
-    """The same modules anew around the same tensors, which no longer ask for gradients."""
+    """A copy of the modules around the same tensors, without gradients."""
     tensors = [*model.parameters(), *model.buffers()]
     served = copy.deepcopy(model, {id(x): x for x in tensors}).eval()
     _recast(served, None)
@@ -147,7 +155,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
 
 
 def _recast(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Floating-point parameters in dtype (None: theirs), as new parameters: those of the given model stay."""
+    """Put new parameters in place of the model's, in dtype if given. The parameters of the given model stay."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -160,7 +168,11 @@ def _recast(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _load(model: nn.Module, checkpoint: object) -> None:
-    """Weights of files, as new parameters. Raises CheckpointError where they cannot be read or are of another model."""
+    """Load weights from files, as new parameters.
+
+    Raises:
+        CheckpointError: They cannot be read, or are of another model.
+    """
     given = dict(checkpoint) if isinstance(checkpoint, Mapping) else {"path": checkpoint}
     if unknown := given.keys() - {"path", "tag"}:
         raise ValueError(f'checkpoint: expected "path" and "tag", got {", ".join(sorted(unknown))}')
@@ -181,7 +193,7 @@ def _load(model: nn.Module, checkpoint: object) -> None:
             shapes = f"shape {tuple(state[name].shape)} there and {tuple(x.shape)} here"
             raise CheckpointError(f"{path} is of another model: {name} has {shapes}")
     model.load_state_dict(state, assign=True)
-    for first, *others in places.values():  # assigned as several
+    for first, *others in places.values():  # load_state_dict has assigned tied tensors separately
         for name in others:
             _put(model, name, model.state_dict(keep_vars=True)[first])
 
@@ -196,7 +208,7 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _leave_fast_path(model: nn.Module) -> None:
-    """Let torch's encoder call its linear layers: its fast path reads their weights, here parts or in int8."""
+    """Make torch's encoder call its linear layers: its fast path reads their weights, which here are parts or int8."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
@@ -204,11 +216,11 @@ def _leave_fast_path(model: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-# -------------------------------------------------------------------------------- what would be wrong without a word
+# -------------------------------------------------------------------------------- checks against silent errors
 
 
 def _check_weights(model: nn.Module, transport: Transport) -> None:
-    """Raise ValueError, on all ranks, where a tensor has no values, or ranks have different ones."""
+    """Raise ValueError, on all ranks, if a tensor has no values, or ranks have different ones."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if name := next((name for name, x in named.items() if x.is_meta), None):
         raise ValueError(f"{name} has no values (device meta); pass checkpoint=, or make the model on a device")
@@ -217,13 +229,13 @@ def _check_weights(model: nn.Module, transport: Transport) -> None:
         for rank, places in differing(transport, [x.detach() for x in named.values()]).items():
             raise ValueError(
                 f"rank {rank} has another {names[places[0]]} than rank 0: the ranks would serve parts of different "
-                "models; load the same weights on all ranks, by checkpoint= for instance"
+                "models; load the same weights on all ranks, for example by checkpoint="
             )
 
 
 @torch.no_grad()
 def _probe(model: nn.Module) -> Tensor | None:
-    """What a model makes of a few tokens, [1, T, ...]; None of a model that takes something else."""
+    """The model's output for a few tokens, [1, T, ...]; None for a model that takes other inputs."""
     has_tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
     if not has_tokens and why_no_decoding(model) is not None:
         return None
@@ -232,18 +244,18 @@ def _probe(model: nn.Module) -> Tensor | None:
     except PeerError:
         raise
     except Exception as error:
-        log.info("%s takes more than a few tokens, which would have been looked at: %s", type(model).__name__, error)
+        log.info("%s cannot be checked on a few tokens: %s", type(model).__name__, error)
         return None
 
 
 def _tokens(model: nn.Module) -> Tensor:
-    """Of any vocabulary."""
+    """A few tokens that are in any vocabulary."""
     tokens = [1, 0, 0, 1, 0, 1, 1, 0][: longest(model)]
     return torch.tensor([tokens], device=next(model.parameters()).device, dtype=torch.int64)
 
 
 def _check_split(whole: Tensor | None, model: nn.Module, transport: Transport) -> None:
-    """Raise ValueError, on all ranks, where a plan has cut what belongs together."""
+    """Raise ValueError, on all ranks, if the tensor plan has cut layers in the wrong way."""
     if whole is not None:
         _compare([whole], lambda: [outputs_of(model(_tokens(model)))], _tolerance(whole), transport)
 
@@ -251,7 +263,7 @@ def _check_split(whole: Tensor | None, model: nn.Module, transport: Transport) -
 def _check_first_call(
     whole: nn.Module, engine: InferenceEngine, inputs: Sequence[Any], named: Mapping[str, Any]
 ) -> None:
-    """The same by what the first call is given, of a model of which nothing else is known."""
+    """The same check on the inputs of the first call, for a model that `_probe` could not run."""
     with torch.random.fork_rng():
         state = torch.get_rng_state()
         expected = _tensors(whole(*copy.deepcopy(inputs), **copy.deepcopy(named)))
@@ -271,7 +283,7 @@ def _tensors(out: object) -> list[Tensor]:
 def _compare(
     whole: Sequence[Tensor], run: Callable[[], Sequence[Tensor]], tolerance: float, transport: Transport
 ) -> None:
-    """Raise ValueError, on all ranks, where what the split model makes, `run`, is not what the whole one has made."""
+    """Raise ValueError, on all ranks, if the split model's outputs, from `run`, differ from the whole model's."""
     problem = None
     try:
         with torch.no_grad():
@@ -279,7 +291,7 @@ def _compare(
         if (shapes := [tuple(x.shape) for x in got]) != (right := [tuple(x.shape) for x in whole]):
             problem = f"outputs of shape {shapes} in place of {right}"
         elif not (off := max(map(_distance, whole, got), default=0.0)) <= tolerance:
-            problem = f"something else than whole (off by {off:.2g} of its largest output)"
+            problem = f"other outputs than whole (off by {off:.2g} of the largest output)"
     except PeerError:
         raise
     except RuntimeError as error:  # of shapes, the same on all ranks
@@ -288,13 +300,13 @@ def _compare(
         problem = (
             f"split over {transport.world_size} ranks the model gives {problem}: the tensor plan cuts what belongs "
             'together; name each fused layer "packed_colwise:PARTS", each layer whose outputs are cut "colwise", each '
-            'that reads them "rowwise" (and give all ranks the same inputs)'
+            'layer that reads them "rowwise", and give all ranks the same inputs'
         )
     raise_on_all_ranks(transport, problem, ValueError)
 
 
 def _say_what_stays(model: nn.Module, transport: Transport, dims: int, how: str, done: Iterable[str] = ()) -> None:
-    """Warn where parameters that are left as they were hold a tenth of the model."""
+    """Warn if parameters that stay as they were hold more than a tenth of the model's bytes."""
     treated = tuple(f"{name}." for name in done)
     left = {
         name: p.nbytes
@@ -307,7 +319,7 @@ def _say_what_stays(model: nn.Module, transport: Transport, dims: int, how: str,
 
 
 def _check_cache(engine: InferenceEngine) -> None:
-    """Raise ValueError where decoding over the cache gives something else than one pass over all tokens."""
+    """Raise ValueError if decoding over the cache gives other logits than one pass over all tokens."""
     tokens = _tokens(engine.module)[:, : engine.slots]
     whole = _probe(engine.module)
     assert whole is not None
@@ -322,16 +334,16 @@ def _check_cache(engine: InferenceEngine) -> None:
         raise ValueError(f"{name} does not decode over a cache of keys and values: {error}") from error
     if not (off := _distance(whole[:, T - 1], logits)) <= _tolerance(whole):
         raise ValueError(
-            f"{type(engine.module).__name__} over a cache gives something else than in one pass (off by {off:.2g} of "
-            "its largest output): it does not use past_key_values, position_ids and attention_mask as transformers do"
+            f"{type(engine.module).__name__} over a cache gives other outputs than in one pass (off by {off:.2g} of "
+            "the largest output): it does not use past_key_values, position_ids and attention_mask as transformers do"
         )
 
 
 def _distance(expected: Tensor, got: Tensor) -> float:
-    """The largest difference, of the largest value."""
+    """The largest difference over the largest expected value."""
     return float((expected.float() - got.float()).abs().max() / expected.float().abs().max().clamp(min=1e-30))
 
 
 def _tolerance(x: Tensor) -> float:
-    """Far above what another order of sums does, far below what a wrong plan does."""
+    """The `_distance` allowed: far above what another order of sums makes, far below what a wrong plan makes."""
     return 1e-3 if x.dtype == torch.float32 else 0.1

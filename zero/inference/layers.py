@@ -1,4 +1,4 @@
-"""What a linear layer and an embedding become: of this rank's part of the matrix, in floats or in int8 by rows.
+"""Linear layers and embeddings in inference: this rank's part of the matrix, in floats or in int8 by rows.
 
 Shape legend: N outputs, K inputs, V rows of a table, D features, B rows of x.
 """
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Join = Callable[[Tensor], Tensor]
-"""Of the products of all ranks one: their sum, or one behind the other."""
+"""Joins the products of all ranks: their sum, or their concatenation."""
 
 
 class Rows(nn.Module):
-    """A matrix in int8 with a float32 scale for each row: w ≈ rows · scale. dtype: of what comes out.
+    """A matrix in int8 with a float32 scale for each row: w ≈ rows · scale. Its products have the matrix's dtype.
 
-    Rows end in zeros up to a multiple of 16: torch's product reads what lies beyond shorter ones, which is another
-    number or no memory of this process; that of int8 with int8 is wrong for rows of 1.
+    Rows are padded with zeros to a multiple of 16: torch's product reads past the end of shorter ones, into other
+    numbers or memory outside the process, and its int8-by-int8 product is wrong for rows of one element.
     """
 
     def __init__(self, weight_NK: Tensor):
@@ -33,28 +33,28 @@ class Rows(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """In floats [N, K]."""
+        """The matrix in floats, [N, K]."""
         return (self.rows_NK[:, : self.K] * self.scale_N[:, None]).to(self.dtype)
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Rows in floats [..., K]."""
+        """The rows of these numbers in floats, [..., K]."""
         return (self.rows_NK[ids, : self.K] * self.scale_N[ids][..., None]).to(self.dtype)
 
     def product(self, x: Tensor, has_int8_inputs: bool) -> Tensor:
-        """x·Wᵀ. has_int8_inputs: of x in int8 with a scale for each row of it.
+        """x·Wᵀ. has_int8_inputs: quantize x to int8 with a scale for each of its rows.
 
-        Else of x in bfloat16 where it has few rows: torch's product of bfloat16 and int8 reads each weight once. That
-        of float32 and int8 is 50 times slower (one core with AVX-512, torch 2.13).
+        Otherwise few rows of x are cast to bfloat16: torch's product of bfloat16 and int8 reads each weight once, and
+        that of float32 and int8 is 50 times slower (one core with AVX-512, torch 2.13).
         """
         x_BK, width = x.reshape(-1, x.shape[-1]), self.rows_NK.shape[1]
         if has_int8_inputs:
             x_BK, scale_B = quantize_rows(x_BK)
-            # A copy in any case: torch's product is wrong for inputs that lie transposed.
+            # Always a copy: torch's product is wrong for transposed inputs.
             y_BN = torch._int_mm(_lengthened(x_BK, width), self.rows_NK.t()) * scale_B[:, None] * self.scale_N
         elif x_BK.shape[0] <= FEW_ROWS:
             x_BK = x_BK.to(torch.bfloat16).contiguous()
             x_BK = x_BK if width == self.K else _lengthened(x_BK, width)
-            # Scales of 1: those of the rows are too coarse in bfloat16.
+            # Pass scales of 1 and multiply in float32: in bfloat16 the rows' scales would be too coarse.
             y_BN = torch._weight_int8pack_mm(x_BK, self.rows_NK, self.ones_N) * self.scale_N
         else:
             y_BN = linear(x_BK, self.weight)
@@ -62,7 +62,7 @@ class Rows(nn.Module):
 
 
 def _lengthened(x_BK: Tensor, width: int) -> Tensor:
-    """A copy, row by row, with zeros at the end of each."""
+    """A copy with zeros at the end of each row."""
     longer = x_BK.new_zeros(len(x_BK), width)
     longer[:, : x_BK.shape[1]] = x_BK
     return longer
@@ -70,22 +70,22 @@ def _lengthened(x_BK: Tensor, width: int) -> Tensor:
 
 @functools.cache
 def _ones(n: int, device: torch.device) -> Tensor:
-    """One for all matrices of this many rows."""
+    """Shared by all matrices of n rows."""
     return torch.ones(n, dtype=torch.bfloat16, device=device)
 
 
 FEW_ROWS = 64
-"""Above, the product of floats is faster, what it takes to make them included."""
+"""Above this, converting the matrix to floats and multiplying these is faster."""
 
 
 def quantize_rows(w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 [N, K], float32 [N]): w ≈ int8 · scale, symmetric, to nearest; a row of zeros has scale 0."""
+    """int8 [N, K] and float32 scales [N], w ≈ int8 · scale: symmetric, to nearest. A row of zeros has scale 0."""
     scale_N = w_NK.float().abs().amax(1) / 127
     inverse_N = torch.where(scale_N > 0, 1 / scale_N, 0)
     return (w_NK.float() * inverse_N[:, None]).round().to(torch.int8), scale_N
 
 
-# An operation of its own: inductor takes torch's only with weights that it holds as constants.
+# A separate operation: inductor uses torch's only for weights that are constants in the graph.
 _OPERATIONS = torch.library.Library("onebit", "FRAGMENT")
 _OPERATIONS.define("onednn_linear(Tensor x, Tensor matrix, Tensor? bias) -> Tensor")
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -105,9 +105,9 @@ torch.library.register_fake("onebit::onednn_linear", _shaped_as_product)
 
 
 def linear(x: Tensor, matrix_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x·Wᵀ + b, without gradients, of a matrix that may lie transposed.
+    """x·Wᵀ + b without gradients; the matrix may be a transposed view.
 
-    Of float32 on a CPU by oneDNN: torch's own takes MKL's there, which on some CPUs runs one row on one thread, and
+    float32 on a CPU uses oneDNN: torch's own product uses MKL there, which on some CPUs runs one row on one thread, and
     many rows half as fast (an AMD EPYC, torch 2.13).
     """
     if _HAS_ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel():
@@ -117,7 +117,7 @@ def linear(x: Tensor, matrix_NK: Tensor, bias_N: Tensor | None = None) -> Tensor
 
 
 class ServedLinear(nn.Module):
-    """y = join(x·Wᵀ) + b. matrix: [N, K], floats or `Rows`; bias: of what join gives."""
+    """y = join(x·Wᵀ) + b. matrix: [N, K], floats or `Rows`. The bias has the size of the joined output."""
 
     def __init__(self, matrix: Tensor | Rows, bias: Tensor | None, join: Join | None, has_int8_inputs: bool = False):
         super().__init__()
@@ -127,7 +127,7 @@ class ServedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Floats [N, K], for models that look at it."""
+        """The matrix in floats, [N, K], for models that read it."""
         return self.matrix.weight if isinstance(self.matrix, Rows) else self.matrix
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class ServedLinear(nn.Module):
 
 
 class ServedEmbedding(nn.Module):
-    """A table in int8 by rows. `weight` is in floats, for models whose outputs are products with it."""
+    """An embedding table in int8 by rows. `weight` is in floats, for models that multiply by it."""
 
     def __init__(self, table: Rows):
         super().__init__()
@@ -160,8 +160,10 @@ class ServedEmbedding(nn.Module):
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is torch's Linear, or the Conv1D of transformers, which keeps W transposed. No subclasses: theirs may
-    compute something else."""
+    """Whether a module is exactly torch's Linear, or transformers' Conv1D, which keeps W transposed.
+
+    Subclasses do not count: they may compute something else.
+    """
     return type(module) is nn.Linear or is_transposed(module)
 
 
@@ -170,21 +172,24 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def matrix_of(module: nn.Module) -> Tensor:
-    """Of a linear layer, [N, K]."""
+    """The matrix of a linear layer, [N, K]."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight.detach().t() if is_transposed(module) else weight.detach()
 
 
 def replace(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Put a module in the place of the one of that name."""
+    """Replace the model's module of this name."""
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, new)
 
 
 def serve_linears(model: nn.Module) -> None:
-    """Put `ServedLinear` where it makes products faster, in place: for all linear layers of float32, which share their
-    memory with it; of 16 bits for Conv1D's, whose matrices are turned over: 1.5 times faster on a CPU."""
+    """Replace linear layers by `ServedLinear` where that is faster, in place.
+
+    In float32 all of them, sharing their memory; in 16 bits only Conv1D's, whose matrices are transposed by a copy: 1.5
+    times faster on a CPU.
+    """
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if not is_linear(module):
             continue
@@ -197,9 +202,9 @@ def serve_linears(model: nn.Module) -> None:
 
 
 def quantize(model: nn.Module, *, has_int8_inputs: bool) -> None:
-    """Make int8 of the linear layers and embeddings of a model, in place. Tied matrices stay one.
+    """Convert a model's linear layers and embeddings to int8, in place. Tied matrices stay tied.
 
-    Not of empty ones, nor of an embedding that changes its rows (max_norm).
+    Empty ones stay, and so does an embedding that changes its rows (max_norm).
     """
     made: dict[int, Rows] = {}
 

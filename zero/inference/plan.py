@@ -1,19 +1,19 @@
-"""What a token will cost, before anything is split: bytes read, bytes sent, seconds.
+"""What a token will cost, before any model is split: bytes read, bytes sent, seconds.
 
     onebit plan --params 124m --hosts 2 --link 1gbit --serve 12x768
 
-A decode step reads every weight once, and sends two sums of a layer's features, one after another: nothing hides
-them. So a token costs, on W ranks of which each reads M bytes a second:
+A decode step reads every weight once, and per layer sends two sums of its features, one after the other, with nothing
+to overlap them. So a token costs, on W ranks that each read M bytes per second:
 
     overhead_s, and
     reading = bytes of weights / (W · M)
     sending = sums · ((W-1) · latency + (W-1) · 4·rows·width / bandwidth)
 
-where all ranks send their parts of a sum to all, as they do while these are few bytes; for many, in an all-reduce,
-twice as many messages of a W-th each. Splitting pays where sending is less than what reading is less by. It also pays
-where the weights do not fit into one host at all. overhead_s, Python's own time for instance, is the same on any
-number of ranks. The cache and the embeddings that stay whole are left out. The latency is that of `zero/plan.py`,
-which was fitted to exchanges of buckets; `scripts/bench/inference.py` holds the estimate against what it measures.
+if all ranks send their parts of a sum to all others, as they do for few bytes; for more, an all-reduce sends twice as
+many messages of a W-th each. Splitting pays if sending takes less than it saves in reading, or if the weights do not
+fit into one host. overhead_s (for example Python's own time) is the same on any number of ranks. The cache and the
+embeddings, which stay whole, are not counted. The latency is that of `zero/plan.py`, which was fitted to exchanges of
+buckets; `scripts/bench/inference.py` compares the estimate with measurements.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from dataclasses import dataclass
 
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.01}
 LATENCY_S = 1.9e-4
-"""Of one message over TCP, its processor time included: the record that `comm/cost.py` names."""
+"""Of one message over TCP, with its processor time; from the record that `comm/cost.py` names."""
 GATHERED_BYTES = 65536
-"""What sending all parts of a sum to all may send beyond an all-reduce: half the messages, one behind the other, are
-worth that much at 1 Gbit/s."""
+"""How many more bytes than an all-reduce the sending of all parts to all ranks may take.
+
+It needs half as many messages in sequence, which is worth this many bytes at 1 Gbit/s.
+"""
 _PAYLOAD_OF_FRAME = 1448 / 1514  # Ethernet, IPv4 and TCP headers at an MTU of 1500
 
 
 @dataclass(frozen=True)
 class ServeRun:
-    """What is asked about. rows: prompts that are answered at once. memory_bytes_per_s: of a rank.
+    """A run to estimate. rows: prompts answered at once. memory_bytes_per_s: of each rank.
 
-    Raises ValueError on numbers that no run can have.
+    Raises:
+        ValueError: A number is not positive, or the dtype is unknown.
     """
 
     params: float
@@ -54,8 +57,7 @@ class ServeRun:
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """Of one decode step on this many ranks: what a rank holds and sends, in bytes, and seconds. sums: one after the
-    other."""
+    """One decode step on `ranks` ranks: bytes that a rank holds and sends, sums in sequence, and seconds."""
 
     ranks: int
     held_bytes: float
@@ -71,12 +73,12 @@ class TokenPlan:
 
 
 def is_gathered(part_bytes: float, ranks: int) -> bool:
-    """Whether ranks send their parts of a sum to all of them, and not an all-reduce."""
+    """Whether ranks send their parts of a sum to all ranks instead of running an all-reduce."""
     return (ranks - 1) * (ranks - 2) / ranks * part_bytes <= GATHERED_BYTES
 
 
 def token_plan(run: ServeRun, ranks: int) -> TokenPlan:
-    """Of `ranks` ranks with a link each."""
+    """The estimate for `ranks` ranks with one link each."""
     if ranks < 1:
         raise ValueError(f"expected at least 1 rank, got {ranks}")
     held = run.params * WEIGHT_BYTES[run.dtype] / ranks

@@ -1,7 +1,7 @@
-"""What is asked of `generate`: prompts, what ends them, and by which rules a token is chosen.
+"""A request to `generate`: its prompts, what ends them, and the rules by which a token is chosen.
 
-A model of transformers goes by transformers' own: its generation_config, the options over it, and the processors that
-`generate` makes of both, in its order. Any other model has `Sampling`, whose rules are three of these.
+A model of transformers follows transformers' own rules: its generation_config, overridden by the options, and the
+processors that transformers' `generate` makes from both, in its order. Any other model has `Sampling`, three of these.
 
 Shape legend: B rows, T tokens of the longest prompt, V logits; G rows of a group.
 """
@@ -18,13 +18,16 @@ from torch import Tensor, nn
 
 Prompts = Tensor | Sequence[Tensor] | Sequence[Sequence[int]]
 Rules = Callable[[Tensor, Tensor], Tensor]
-"""From tokens so far [G, T] and logits [G, V] to logits: transformers' LogitsProcessor."""
+"""A function (tokens so far [G, T], logits [G, V]) that returns logits, as transformers' LogitsProcessor."""
 
 
 class Options(TypedDict, total=False):
-    """Of `generate`. eos_token_id: ends a row; absent: the model's generation_config says it; []: nothing does.
-    pad_token_id: stands before prompts and after ends. seed: of what is drawn. do_sample to top_p: see `Sampling`; the
-    others, as all that a GenerationConfig has, for models of transformers."""
+    """The options of `generate`.
+
+    `eos_token_id` ends a row: absent, the model's generation_config decides; [] means that nothing ends it.
+    `pad_token_id` stands before prompts and after ends. `seed` is that of the sampling. For do_sample, temperature,
+    top_k and top_p see `Sampling`; all others are a GenerationConfig's, and only for models of transformers.
+    """
 
     eos_token_id: int | Sequence[int] | None
     pad_token_id: int | None
@@ -54,7 +57,11 @@ class Options(TypedDict, total=False):
 
 
 def rows_of(prompts: Prompts, mask: Tensor | None) -> list[Tensor]:
-    """int64 on the CPU, one of each prompt, without what the mask [B, T] hides. Raises TypeError and ValueError."""
+    """The prompts as int64 tensors on the CPU, without the tokens that the mask [B, T] hides.
+
+    Raises:
+        TypeError: A prompt is no sequence of integers.
+    """
     rows = [torch.as_tensor(row, device="cpu") for row in prompts]
     if any(row.dim() != 1 or (row.is_floating_point() and len(row)) for row in rows):
         raise TypeError("expected prompts as a tensor [B, T] of tokens, or a list with a sequence of tokens a prompt")
@@ -64,8 +71,13 @@ def rows_of(prompts: Prompts, mask: Tensor | None) -> list[Tensor]:
 
 
 def mask_of(prompts: Prompts, given: Tensor | None, pad: int | None, ends: Collection[int]) -> Tensor | None:
-    """What of a tensor of prompts is text; None: all. Without a mask the pads are not, but where they are ends as well:
-    transformers' rule. Raises ValueError where a prompt is padded on the right."""
+    """Which tokens of a tensor of prompts are text, [B, T]; None if all are.
+
+    Without a given mask pad tokens are padding, unless the pad token is also an end token (transformers' rule).
+
+    Raises:
+        ValueError: A prompt is padded on the right, or the mask does not fit the prompts.
+    """
     is_tensor = isinstance(prompts, Tensor) and prompts.dim() == 2
     if given is not None and not (is_tensor and given.shape == prompts.shape):  # type: ignore[union-attr]
         raise ValueError("attention_mask goes with a tensor of prompts of the same shape; a list needs none")
@@ -80,14 +92,14 @@ def mask_of(prompts: Prompts, given: Tensor | None, pad: int | None, ends: Colle
 
 
 def ends_of(model: nn.Module, options: Options) -> list[int]:
-    """Tokens that end a row."""
+    """The tokens that end a row."""
     given = options.get("eos_token_id")
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None) if given is None else given
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 def pad_of(model: nn.Module, options: Options) -> int | None:
-    """The token that stands for none, if there is one."""
+    """The pad token, or None."""
     given = options.get("pad_token_id")
     return getattr(getattr(model, "generation_config", None), "pad_token_id", None) if given is None else given
 
@@ -97,8 +109,11 @@ def pad_of(model: nn.Module, options: Options) -> int | None:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen of its logits: the greatest, or drawn at this temperature from the top_k greatest (0: all),
-    and of these from the first that hold top_p of their probability."""
+    """How a token is chosen from its logits.
+
+    The greatest or, with do_sample, drawn at `temperature` from the `top_k` greatest (0: from all), and among these
+    from the most likely ones that together have the probability `top_p`.
+    """
 
     do_sample: bool = False
     temperature: float = 1.0
@@ -109,10 +124,10 @@ class Sampling:
         if not (self.temperature > 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
             raise ValueError(f"expected temperature > 0, top_k >= 0 and 0 < top_p <= 1, got {self}")
         if not self.do_sample and (self.temperature, self.top_k, self.top_p) != (1, 0, 1):
-            raise ValueError(f"{self} has no effect without do_sample=True: pass it, or leave the rest out")
+            raise ValueError(f"{self} has no effect without do_sample=True: pass it, or remove the others")
 
     def __call__(self, tokens_GT: Tensor, logits_GV: Tensor) -> Tensor:
-        """Logits, those of tokens that are left out -inf: what transformers' processors give, to the bit."""
+        """The logits, with -inf for tokens that are left out; equal to transformers' processors to the bit."""
         logits_GV = logits_GV / self.temperature
         if self.top_k:
             least_G1 = logits_GV.topk(min(self.top_k, logits_GV.shape[1])).values[:, -1:]
@@ -127,7 +142,7 @@ class Sampling:
 
 @dataclass
 class Group:
-    """Rows of one length, which share rules. tokens_GT: so far, with the pads of a tensor, as transformers has them."""
+    """Rows of one length, which share rules. `tokens_GT`: those so far, with a tensor's padding, as in transformers."""
 
     rows: list[int]
     tokens_GT: Tensor
@@ -136,14 +151,14 @@ class Group:
 
 @dataclass
 class Choice:
-    """Chooses every row's next token, and follows what was chosen."""
+    """Chooses every row's next token, and records those that all ranks use."""
 
     do_sample: bool
     groups: list[Group]
     generator: torch.Generator
 
     def choose(self, logits_BV: Tensor) -> Tensor:
-        """int64 [B]."""
+        """Choose each row's next token, int64 [B]. Changes nothing."""
         logits_BV = logits_BV.to(torch.float32, copy=True)
         for group in self.groups:
             logits_BV[group.rows] = group.rules(group.tokens_GT, logits_BV[group.rows])
@@ -153,6 +168,7 @@ class Choice:
         return drawn_B1[:, 0].to(logits_BV.device)
 
     def follow(self, chosen_B: Tensor) -> None:
+        """Append the tokens that were chosen, which the rules of later ones may need."""
         for group in self.groups:
             group.tokens_GT = torch.cat([group.tokens_GT, chosen_B[group.rows, None]], 1)
 
@@ -160,7 +176,12 @@ class Choice:
 def choice_of(
     model: nn.Module, prompts: Prompts, mask: Tensor | None, most: int, options: Options, device: torch.device
 ) -> Choice:
-    """Raises TypeError and ValueError, which name the option that is unknown or cannot be followed."""
+    """How the tokens of these prompts are chosen.
+
+    Raises:
+        TypeError: An option is unknown.
+        ValueError: An option is not supported, or has no effect.
+    """
     generator, seed = torch.Generator(), options.get("seed")
     _ = generator.seed() if seed is None else generator.manual_seed(seed)
     given = {name: value for name, value in options.items() if name not in ("eos_token_id", "pad_token_id", "seed")}
@@ -191,7 +212,7 @@ def choice_of(
         do_sample = bool(config.do_sample)
     if not do_sample and (idle := given.keys() & _OF_DRAWS):
         raise ValueError(
-            f"{', '.join(sorted(idle))} has no effect without do_sample=True: pass it, or leave the rest out"
+            f"{', '.join(sorted(idle))} has no effect without do_sample=True: pass it, or remove the others"
         )
     return Choice(do_sample, [group for group in groups if group.rules is not _as_they_are], generator)
 
@@ -209,7 +230,7 @@ _ELSEWHERE = {
     "output_attentions": "the answer is tokens",
     "output_hidden_states": "the answer is tokens",
 }
-"""What transformers' generate does and this one does not, and what to do."""
+"""Options of transformers' generate that this one does not support, and what to do instead."""
 
 
 def _as_they_are(tokens_GT: Tensor, logits_GV: Tensor) -> Tensor:
@@ -219,10 +240,10 @@ def _as_they_are(tokens_GT: Tensor, logits_GV: Tensor) -> Tensor:
 def _transformers_rules(
     model: nn.Module, tokens_GT: Tensor, mask_GT: Tensor, most: int, given: Mapping[str, object]
 ) -> tuple[Any, Rules]:
-    """The GenerationConfig and the processors with which transformers' own generate would decode these prompts."""
+    """The GenerationConfig and processors that transformers' own generate would use for these prompts."""
     for name, remedy in _ELSEWHERE.items():
         asked = given.get(name, getattr(model.generation_config, name, None))
-        if asked and (asked is True or asked != 1):  # 1: of a number, what changes nothing
+        if asked and (asked is True or asked != 1):  # the number 1 is the neutral value
             raise ValueError(
                 f"{name}={asked!r}, of the options or the model's generation_config, cannot be followed here: {remedy}"
             )

@@ -1,13 +1,13 @@
-"""Tensor parallelism for inference: a model's linear layers, each rank's part of each, over any transport.
+"""Tensor parallelism for inference: each rank keeps a part of every linear layer. Works over any transport.
 
-1. A plan gives each layer a style by name: injection_policy, else the model's own `_tp_plan`, else `KNOWN` here.
-2. "colwise": a rank keeps its part of the outputs; "packed_colwise:P": of each of P matrices that lie one after the
-   other; "colwise_gather_output": and all ranks get all outputs. "rowwise": a rank keeps its part of the inputs, and
-   the ranks add up their products; so of "moe_tp_experts", the experts of a mixture in one module. Embeddings, norms
-   and whatever has no style stay whole on every rank.
-3. A forward pass sends float32, in one message each: of T tokens (W-1)·4·T·D bytes for each "rowwise" layer where these
-   are few, every rank then adding up all of them, else 2·(W-1)/W·4·T·D in an all-reduce; and (W-1)/W·4·T·N for each
-   gathered output. `plan.py` counts them.
+1. A plan gives each layer a style by name: injection_policy, otherwise the model's own `_tp_plan`, otherwise `KNOWN`.
+2. "colwise": a rank keeps its part of the outputs. "packed_colwise:P": the same for each of P matrices stacked in one.
+   "colwise_gather_output": then all ranks get all outputs. "rowwise": a rank keeps its part of the inputs, and the
+   ranks add up their products. "moe_tp_experts": the same for the experts of a mixture in one module. Embeddings, norms
+   and layers without a style stay whole on every rank.
+3. A forward pass of T tokens sends float32: for each "rowwise" layer (W-1)·4·T·D bytes if these are few, and every rank
+   adds up all parts, otherwise 2·(W-1)/W·4·T·D in an all-reduce; and (W-1)/W·4·T·N for each gathered output. `plan.py`
+   counts them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .plan import is_gathered
 Plan = Mapping[str, str]
 
 WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "replicated", "mla_kv_a_proj")
-"""Styles of transformers' plans whose layers stay whole here."""
+"""Styles in transformers' plans whose layers stay whole here."""
 _GATHER = ("colwise_gather_output", "colwise_rep")
 
 KNOWN: Mapping[str, Plan] = {
@@ -49,13 +49,18 @@ KNOWN: Mapping[str, Plan] = {
         "layer.*.output.dense": "rowwise",
     },
 }
-"""Plans of models that have none of their own, by transformers' model_type."""
+"""Plans for models that have none themselves, by transformers' model_type."""
 _WIDTHS = {"GPT2Attention": ("split_size",)}
-"""Numbers of features that a module keeps besides its layers."""
+"""Attributes in which modules keep a number of features, which must be divided too."""
 
 
 def plan_of(model: nn.Module, policy: object, ranks: int) -> dict[str, str]:
-    """The style of each layer by its whole name. Raises ValueError and TypeError before anything is changed."""
+    """The style of each layer by its full name.
+
+    Raises:
+        ValueError: The plan does not fit the model or the number of ranks. Nothing has been changed.
+        TypeError: The policy has another form.
+    """
     layers = [name for name, module in model.named_modules() if is_linear(module) or is_experts(module)]
     if isinstance(policy, Mapping) and policy and not all(isinstance(key, str) for key in policy):
         found = _by_blocks(model, layers, policy)
@@ -66,28 +71,26 @@ def plan_of(model: nn.Module, policy: object, ranks: int) -> dict[str, str]:
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no tensor plan to divide it among {ranks} ranks: give it a _tp_plan, or pass "
-            'injection_policy={pattern: "colwise" where ranks keep a part of the outputs, "rowwise" where they keep a '
-            f"part of the inputs}}; its linear layers are {patterns(layers)}"
+            'injection_policy={pattern: "colwise" if ranks keep a part of the outputs, "rowwise" if they keep a part '
+            f"of the inputs}}; its linear layers are {patterns(layers)}"
         )
     _check_heads(model, ranks)
     for name, style in found.items():
         module = model.get_submodule(name)
         if is_experts(module) != (style == STYLE):
-            raise ValueError(
-                f"{name} cannot be {style!r}: {STYLE!r} is for experts in one module, and for nothing else"
-            )
+            raise ValueError(f"{name} cannot be {style!r}: {STYLE!r} is for experts in one module, and only for these")
         if style == STYLE:
             size, what = inner_width(module), "numbers between the products of an expert"
         else:
             N, K = matrix_of(module).shape
             size, what = (K, "inputs") if style == "rowwise" else (N // _parts(style), "outputs")
         if size % ranks:
-            raise ValueError(f"{name} has {size} {what}, which {ranks} ranks do not divide; take another tp_size")
+            raise ValueError(f"{name} has {size} {what}, which {ranks} ranks do not divide; use another tp_size")
     return found
 
 
 def split(model: nn.Module, plan: Plan, transport: Transport) -> None:
-    """Leave this rank's part of each layer of the plan, in place. Matrices that are cut are copied."""
+    """Keep only this rank's part of each layer in the plan, in place. Matrices that are cut are copied."""
     rank, W = transport.rank, transport.world_size
     number = _number_of(transport)
     for name, style in plan.items():
@@ -118,13 +121,13 @@ def _rows(x: Tensor, parts: int, rank: int, ranks: int) -> Tensor:
 
 
 def _parts(style: str) -> int:
-    """Matrices in one; transformers' own "packed_colwise" has two."""
+    """How many matrices are stacked in one; transformers' own "packed_colwise" has two."""
     kind, _, count = style.partition(":")
     return int(count or 2) if kind == "packed_colwise" else 1
 
 
 def _by_names(model: nn.Module, layers: Iterable[str], policy: Plan | None) -> dict[str, str]:
-    """policy: patterns and styles; None: the model's own, else what is known here."""
+    """The styles from patterns of names. Without a policy from the model's own plan, otherwise from `KNOWN`."""
     kind = getattr(getattr(model, "config", None), "model_type", "")
     plan: Plan = policy or getattr(model, "_tp_plan", None) or KNOWN.get(kind) or {}
     found: dict[str, str] = {}
@@ -143,8 +146,7 @@ def _by_names(model: nn.Module, layers: Iterable[str], policy: Plan | None) -> d
 
 
 def _by_blocks(model: nn.Module, layers: Iterable[str], policy: Mapping[object, object]) -> dict[str, str]:
-    """DeepSpeed's form: of each block the layers behind which ranks add up; all others of it keep a part of the
-    outputs."""
+    """The styles from DeepSpeed's form, which names the "rowwise" layers of each block. The others are "colwise"."""
     found: dict[str, str] = {}
     for cls, outputs in policy.items():
         names = [outputs] if isinstance(outputs, str) else list(outputs)  # type: ignore[call-overload]
@@ -168,23 +170,23 @@ def _check_heads(model: nn.Module, ranks: int) -> None:
     for key in ("num_attention_heads", "num_key_value_heads", "heads"):
         heads = getattr(config, key, None)
         if isinstance(heads, int) and heads % ranks:
-            raise ValueError(f"{key} is {heads}, which {ranks} ranks do not divide; take a tp_size that does")
+            raise ValueError(f"{key} is {heads}, which {ranks} ranks do not divide; use a tp_size that divides it")
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Part by part, as far as the pattern goes from the end: a head in front of a model adds to its names."""
+    """Whether the last parts of a name match the pattern; a wrapping model puts other parts in front."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) >= len(wanted) and all(map(fnmatch.fnmatchcase, parts[-len(wanted) :], wanted))
 
 
 def patterns(names: Iterable[str]) -> str:
-    """Names with * for numbers, each once."""
+    """The different names, with * for numbers, for a message."""
     return ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name) for name in names)) or "none"
 
 
 # -------------------------------------------------------------------------------- what ranks send each other
 
-# Operations of torch, that a compiled step holds them as one piece each: graphs hold numbers, not transports.
+# Custom operations, so that a compiled step keeps each as one call. Graphs cannot hold transports, only numbers.
 _TRANSPORTS: weakref.WeakValueDictionary[int, Transport] = weakref.WeakValueDictionary()
 
 
@@ -211,7 +213,7 @@ def _(x: Tensor, transport: int) -> Tensor:
 
 @torch.library.custom_op("onebit::gather_from_ranks", mutates_args=())
 def _gather_from_ranks(x: Tensor, transport: int, ranks: int) -> Tensor:
-    """Along the last dimension."""
+    """Concatenate the parts of all ranks along the last dimension."""
     rows = gather_tensors(_TRANSPORTS[transport], x.contiguous())
     return rows.movedim(0, -2).flatten(-2)
 
