@@ -335,7 +335,7 @@ def test_what_was_not_cleaned_or_was_changed_is_not_written(tmp_path: Path) -> N
     redundancy_clean(model)
     with torch.no_grad():
         model.blocks[0].qkv.weight[0, 0] += 0.001
-    with pytest.raises(ValueError, match=r"blocks.0.qkv.weight was changed since it was cleaned"):
+    with pytest.raises(ValueError, match=r"blocks.0.qkv.weight has changed since it was cleaned"):
         export_compressed(model, tmp_path / "file.safetensors")
     assert not list(tmp_path.iterdir())
 
