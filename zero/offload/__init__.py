@@ -2,9 +2,9 @@
 
     offload = onebit.zero.Offload(model, lambda params: torch.optim.AdamW(params, lr=1e-4), mode="state", to="/nvme")
 
-`optimizer.py` takes the steps, `layout.py` says what lies where, `store.py` and `files.py` hold the bytes.
+`optimizer.py` takes the steps, `layout.py` decides where everything is, `store.py` and `files.py` hold the bytes.
 `stored_params.py` brings parameters to where they are used; `mapped.py` puts a one-bit optimizer's state into files.
-docs/offload.md says which mode when.
+docs/offload.md explains which mode to use when.
 """
 
 from __future__ import annotations

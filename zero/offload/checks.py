@@ -1,4 +1,4 @@
-"""What `Offload` is made of, checked before anything is opened."""
+"""Checks of `Offload`'s arguments, before anything is opened."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ from ...lamb import Lamb
 from .inner import is_elementwise
 
 MODES = ("none", "state", "gradients", "full")
+"""The modes of `Offload`: nothing is moved; state; state and gradients; state, gradients and parameters."""
 
 
 def build_inner(model: nn.Module | ParamsT, make: Callable[[ParamsT], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """The optimizer of the parameters to be trained. Raises ValueError and TypeError."""
+    """The optimizer that `make` makes of the parameters to train.
+
+    Raises:
+        TypeError: It is no optimizer.
+        ValueError: It has state already.
+    """
     given = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else model
     made = make(given)
     if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"make(params) gave a {type(made).__name__}; expected a torch.optim.Optimizer")
+        raise TypeError(f"make(params) returned a {type(made).__name__}; expected a torch.optim.Optimizer")
     if made.state:
-        raise ValueError(f"make(params) gave a {type(made).__name__} that has state; offload begins with a fresh one")
+        raise ValueError(f"make(params) returned a {type(made).__name__} that has state; offload needs a fresh one")
     return made
 
 
 def check_parameters(params: Sequence[Tensor], made: torch.optim.Optimizer, *, may_be_meta: bool) -> None:
-    """Raise ValueError or TypeError where these cannot be offloaded."""
+    """Raise ValueError or TypeError if these parameters cannot be offloaded."""
     if not params:
         raise ValueError("there are no parameters to train")
     for k, p in enumerate(params):
@@ -43,7 +49,7 @@ def check_parameters(params: Sequence[Tensor], made: torch.optim.Optimizer, *, m
 
 
 def check_movable(params: Sequence[Tensor], names: Mapping[Tensor, str], *, may_be_meta: bool) -> None:
-    """Raise TypeError or ValueError, with the name, where a parameter cannot leave its device and come again."""
+    """Raise TypeError or ValueError, with the name, if a parameter cannot leave its device and come back."""
     storages: dict[int, str] = {}
     for p in params:
         if p not in names:
@@ -69,9 +75,9 @@ def check_movable(params: Sequence[Tensor], names: Mapping[Tensor, str], *, may_
 
 
 def check_mode(mode: str, model: object, **of_full: object) -> None:
-    """Raise where there is no such mode; or parameters should be moved, and there is no model to move them for.
+    """Raise if there is no such mode, or if mode "full" is not given a plain model.
 
-    of_full: what the mode "full" alone takes, None where it is not given.
+    `of_full` holds the arguments that only mode "full" takes, None if not given.
     """
     if mode not in MODES:
         raise ValueError(f"expected mode of {', '.join(MODES)}, got {mode!r}")
@@ -88,7 +94,7 @@ def check_mode(mode: str, model: object, **of_full: object) -> None:
 
 
 def check_ratio(mode: str, ratio: float) -> None:
-    """Raise ValueError where no such share of the state can be in the store."""
+    """Raise ValueError if `ratio` is out of range, or the mode does not take it."""
     if not 0.0 <= ratio <= 1.0:
         raise ValueError(f"expected 0 <= ratio <= 1, got {ratio}")
     if ratio != 1.0 and mode != "state":
@@ -96,7 +102,7 @@ def check_ratio(mode: str, ratio: float) -> None:
 
 
 def check_averages(mode: str, transport: Transport | None) -> None:
-    """Raise where there are ranks to average over, and the gradients are not in a store; or these are no ranks."""
+    """Raise if a transport is given in a mode whose gradients are not stored, or if it is no transport."""
     if transport is None:
         return
     check_transport(transport)

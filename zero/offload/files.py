@@ -1,8 +1,8 @@
-"""A store in one file of a folder: read ahead and written behind by a few threads, past the page cache where it can be.
+"""A store in one file of a folder: a few threads read and write it in the background, if possible past the page cache.
 
-The file is this run's alone: it is made under a new name, reserved in full and unlinked at once, so a run that ends in
-any way leaves no bytes behind. O_DIRECT moves pages between disk and buffers; where the file system has none, ordinary
-reads and writes follow, and the page cache is told to let go.
+The file belongs to this run only: it is made under a new name, its space is reserved, and it is unlinked at once, so a
+run that ends in any way leaves nothing on the disk. O_DIRECT moves pages between disk and buffers; if the file system
+does not support it, ordinary reads and writes are used, and their pages are dropped from the page cache.
 """
 
 from __future__ import annotations
@@ -33,18 +33,30 @@ _ADVICE = "start again from the last checkpoint"
 
 @dataclass(frozen=True)
 class _Buffer:
-    """Page-aligned memory, as the kernel and as torch see it."""
+    """Page-aligned memory, once for system calls and once for torch."""
 
     pages: memoryview
     tensor: Tensor
 
 
 class FileStore:
-    """nbytes in a file of `folder`, which is made where it is missing. See `Store`.
+    """A `Store` in a file, which has no name and disappears with the process.
 
-    lease_bytes: of the largest lease. buffer_count: leases that can be held or under way at once, two or more.
-    threads: that read and write. rank: in the file's name. is_pinned: buffers are page-locked. is_direct: whether
-    O_DIRECT is in use. Raises StoreError where the folder cannot be written or has not the room.
+    Args:
+        folder: The folder for the file; it is made if missing.
+        nbytes: The size in bytes, rounded up to whole pages. All of it is reserved at once.
+        lease_bytes: The size of the largest lease in bytes.
+        buffer_count: How many leases can be held or in progress at once, 2 or more; 4 by default.
+        threads: Threads that read and write, 2 by default.
+        rank: This rank, for messages and the file's temporary name; 0 by default.
+        is_pinned: Whether buffers are page-locked, for copies to a GPU; False by default.
+
+    Attributes:
+        is_direct: Whether O_DIRECT is in use.
+
+    Raises:
+        StoreError: The folder is not writable, or its disk has no room.
+        ValueError: buffer_count or threads is too small.
     """
 
     def __init__(
@@ -79,9 +91,9 @@ class FileStore:
     # ---------------------------------------------------------------- the contract
 
     def read(self, extents: Sequence[Extent], *, fresh: bool = False) -> Lease:
-        self._map = None  # views of a checkpoint that are no longer held need no address space
+        self._map = None  # frees the address space of `view` as soon as no tensor holds it
         self._raise_failed()
-        assert self.has_lease(), "every buffer is lent out, and nobody would give one back"
+        assert self.has_lease(), "every buffer is lent out, so waiting for one would never end"
         begin = time.perf_counter()
         buffer = self._free.get()
         self.wait_s += time.perf_counter() - begin
@@ -112,12 +124,12 @@ class FileStore:
 
     def drop(self, lease: Lease) -> None:
         buffer = self._end(lease)
-        with suppress(StoreError):  # of bytes that nobody has asked for
-            lease.wait()  # what is being read into the buffer must not outlive the lease
+        with suppress(StoreError):  # nobody has asked for these bytes
+            lease.wait()  # the read must end before the buffer is used again
         self._free.put(buffer)
 
     def settle(self) -> None:
-        """Reads and writes wait for the writes of their bytes that were begun before."""
+        """Nothing to do: reads and writes wait for earlier writes of the same bytes."""
 
     def has_lease(self) -> bool:
         return self._held < self._buffers
@@ -125,7 +137,7 @@ class FileStore:
     def flush(self) -> None:
         begin = time.perf_counter()
         for _, writing in self._writes:
-            writing.exception()  # all of them have ended when one is raised
+            writing.exception()  # waits; errors are raised below, after all writes have ended
         self.wait_s += time.perf_counter() - begin
         self._raise_failed()
 
@@ -160,7 +172,7 @@ class FileStore:
     # ---------------------------------------------------------------- in the threads
 
     def _writes_of(self, extents: Sequence[Extent]) -> list[Future[None]]:
-        """Those under way of these bytes: what comes later waits for them."""
+        """The writes in progress that overlap these ranges, for which later reads and writes must wait."""
         return [w for those, w in self._writes if any(a.overlaps(b) for a in those for b in extents)]
 
     def _read_all(self, extents: Sequence[Extent], places: Sequence[memoryview], earlier: list[Future[None]]) -> None:
@@ -173,7 +185,7 @@ class FileStore:
     def _write_all(self, extents: Sequence[Extent], buffer: _Buffer, earlier: list[Future[None]]) -> None:
         try:
             for writing in earlier:
-                writing.exception()  # told by their own
+                writing.exception()  # waits; each write reports its own error
             self._check_size()
             at = 0
             for extent in extents:
@@ -188,7 +200,7 @@ class FileStore:
         self._let_go(extents)
 
     def _move(self, extent: Extent, place: memoryview, *, is_read: bool) -> None:
-        """One extent, in as many system calls as it takes; they release the interpreter."""
+        """Read or write one extent, in as many system calls as it takes. These release Python's global lock."""
         call, done = (os.preadv if is_read else os.pwritev), 0
         while done < extent.nbytes:
             try:
@@ -198,8 +210,8 @@ class FileStore:
             if moved == 0 or (is_read and moved % PAGE):
                 raise StoreError(
                     errno.EIO,
-                    f"{self.describe()}: {done + moved} of {extent.nbytes} bytes came from offset {extent.offset}, "
-                    f"for the file was cut short below this run; {_ADVICE}",
+                    f"{self.describe()}: {done + moved} of {extent.nbytes} bytes came from offset {extent.offset}: "
+                    f"the file was cut short below this run; {_ADVICE}",
                 )
             done += moved
         with self._count:
@@ -216,7 +228,7 @@ class FileStore:
                 os.posix_fadvise(self._fd, extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
 
     def _check_size(self) -> None:
-        """A write beyond the end of a file that was cut would fill the gap with zeros, without a word."""
+        """Raise if the file was truncated: a write past its end would silently fill the gap with zeros."""
         if (found := os.fstat(self._fd).st_size) != self.nbytes:
             raise StoreError(
                 errno.EIO,
@@ -231,7 +243,7 @@ class FileStore:
         return lease.buffer
 
     def _raise_failed(self) -> None:
-        """What a thread could not write, in the caller."""
+        """Raise the error of a finished write in the calling thread."""
         ended = [writing for _, writing in self._writes if writing.done()]
         self._writes = [(extents, writing) for extents, writing in self._writes if not writing.done()]
         for writing in ended:
@@ -245,7 +257,11 @@ class FileStore:
 
 
 def make_file(folder: Path, nbytes: int, rank: int) -> tuple[int, bool]:
-    """(descriptor, whether O_DIRECT works) of a reserved file that no longer has a name. Raises StoreError."""
+    """The descriptor of a reserved file that no longer has a name, and whether O_DIRECT works.
+
+    Raises:
+        StoreError: The folder cannot be made or written, or its disk has no room.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -270,14 +286,14 @@ def make_file(folder: Path, nbytes: int, rank: int) -> tuple[int, bool]:
         except OSError as error:
             os.close(fd)
             raise (_full(folder, nbytes, error) if error.errno == errno.ENOSPC else error) from error
-    raise AssertionError("the second way has no condition")
+    raise AssertionError("without O_DIRECT the loop returns or raises")
 
 
 def _reserve(fd: int, nbytes: int) -> None:
     if nbytes == 0:
         return
     there = os.fstatvfs(fd)
-    if nbytes > there.f_bavail * there.f_frsize:  # trying would fill the disk for a moment, others' too
+    if nbytes > there.f_bavail * there.f_frsize:  # fallocate would fill the disk before it fails
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -288,7 +304,7 @@ def _reserve(fd: int, nbytes: int) -> None:
 
 
 def _takes_direct(fd: int, nbytes: int) -> bool:
-    """Some file systems open with O_DIRECT and then refuse to move a page."""
+    """Whether O_DIRECT works: some file systems open files with it, and then refuse to read a page."""
     if nbytes == 0:
         return True
     try:

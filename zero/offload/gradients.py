@@ -1,4 +1,4 @@
-"""Where gradients wait for the step: with the parameters, or in a store from the moment they come; and their norm."""
+"""Where gradients wait for the step: with the parameters, or in a store as soon as they are ready; and their norm."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ GRAD = "grad"
 
 
 def row_norms(grad: Tensor) -> Tensor:
-    """float32, where the gradient is: the norms of each UNIT elements, in order.
+    """The norms of each UNIT elements, in order: float32, on the gradient's device.
 
-    Chunks end at rows, so how elements are cut changes no bit.
+    Chunks end at multiples of UNIT, so the way a parameter is cut changes no bit of the result.
     """
     flat = grad.reshape(-1)
     whole = flat.numel() // UNIT * UNIT
@@ -39,7 +39,7 @@ def row_norms(grad: Tensor) -> Tensor:
 
 
 def global_norm(norms: Sequence[float], *, is_clipped: bool) -> float | None:
-    """Of all gradients; None where one is not finite, or too large for a variance and not clipped."""
+    """The norm of all gradients; None if one is not finite, or is too large for a variance and not clipped."""
     limit = float("inf") if is_clipped else LARGEST_GRADIENT
     if not all(norm < limit for norm in norms):
         return None
@@ -47,9 +47,9 @@ def global_norm(norms: Sequence[float], *, is_clipped: bool) -> float | None:
 
 
 class ResidentGradients:
-    """Gradients stay in `p.grad` until they are dropped by `zero_grad`.
+    """Gradients stay in `p.grad` until `zero_grad`.
 
-    Where a step is taken on the host and they lie on a device, a chunk's are copied while the one before is stepped.
+    If they are on a device and the step runs on the host, a chunk's gradients are copied during the step before it.
     """
 
     def __init__(self, params: Sequence[Tensor], places: Sequence[Place], stores: Stores):
@@ -66,14 +66,14 @@ class ResidentGradients:
         return sum(padded(nbytes) for nbytes in sizes)
 
     def collect(self) -> None:
-        """They are where they are looked for."""
+        """Nothing to do: gradients are in `p.grad`."""
 
     def has(self, param: int) -> bool:
         return self.params[param].grad is not None
 
     def norms(self, chunks: Sequence[Chunk]) -> list[float]:
         rows = [row_norms(local(p.grad)) for p in self.params if p.grad is not None]
-        devices = dict.fromkeys(x.device for x in rows)  # the host waits once for each
+        devices = dict.fromkeys(x.device for x in rows)  # one wait of the host for each device
         return [norm for d in devices for norm in torch.cat([x for x in rows if x.device == d]).tolist()]
 
     def ahead(self, chunk: Chunk) -> None:
@@ -125,7 +125,7 @@ class ResidentGradients:
 
 
 class _Coming(NamedTuple):
-    """A chunk's gradients on their way to the host. sources: stay until they are over."""
+    """A chunk's gradients on their way to the host. `sources` keeps their memory until the copies are over."""
 
     moment: Moment
     held: list[Tensor]
@@ -133,10 +133,10 @@ class _Coming(NamedTuple):
 
 
 class StoredGradients:
-    """Each gradient goes to a store as backward finishes it, is added up over micro-batches, and `p.grad` is freed.
+    """Each gradient moves to a store as soon as backward has finished it, and `p.grad` is freed.
 
-    The chunk touched last stays borrowed: backward goes through neighbours. lender: the store as backward sees it, in
-    whose leases they are added up. summed: in which dtype; None: in their own, as autograd does.
+    Gradients of micro-batches add up in the store, through leases of `lender`, in the dtype `summed` (None: their own,
+    as in autograd). The chunk used last stays borrowed, because backward usually goes to a neighbouring parameter next.
     """
 
     def __init__(
@@ -196,17 +196,17 @@ class StoredGradients:
             self._current = None
 
     def _settle(self) -> None:
-        """The store has what came."""
+        """Wait until the store has all gradients."""
         self._give_back()
         self._lender.settle()
 
     @torch.no_grad()
     def average(self, transport: Transport) -> float:
-        """Each gradient ← its mean over all ranks, summed in float32; returns the seconds waited for other ranks.
+        """Replace each gradient by its mean over all ranks, summed in float32; return the seconds waited for ranks.
 
-        All ranks, of the same parameters, before a step: one that has a gradient on any rank has one on all then, and
-        counts as zero where it was missing. While a chunk is on the wire the next one is read, and the one before
-        written. Sends about 2·(W-1)/W·4 bytes per element.
+        All ranks call it before a step, with the same parameters. A parameter with a gradient on any rank then has one
+        on all; a missing one counts as zero. While a chunk travels, the next is read and the one before is written.
+        Sends about 2·(W-1)/W·4 bytes per element.
         """
         self._settle()
         mine = [self.has(k) for k in range(len(self.params))]
@@ -236,7 +236,7 @@ class StoredGradients:
         return waited_s
 
     def _in_float32(self, held: Tensor) -> Tensor:
-        """A chunk's, where they lie or in the scratch."""
+        """A chunk's gradients in float32: in place, or a copy in the scratch memory."""
         if held.dtype == torch.float32:
             return held
         if self._scratch.numel() < held.numel():
@@ -244,7 +244,7 @@ class StoredGradients:
         return self._scratch[: held.numel()].copy_(held)
 
     def collect(self) -> None:
-        """What someone has written to `p.grad` without a backward pass."""
+        """Take gradients that were written to `p.grad` without a backward pass."""
         for k, p in enumerate(self.params):
             self._take(k, p)
 
@@ -268,7 +268,7 @@ class StoredGradients:
             self._ahead[chunk] = self.store.read(self.layout.extents(chunk))
 
     def of(self, chunk: Chunk) -> Iterator[Tensor]:
-        """float32 [stop - start] for each piece, on the host; the iterator's end gives the buffer back."""
+        """Yield each piece's gradient, float32 [stop - start], on the host. Its end frees the buffer."""
         self.ahead(chunk)
         lease = self._ahead.pop(chunk)
         try:
@@ -280,7 +280,7 @@ class StoredGradients:
             self.store.drop(lease)
 
     def drop(self) -> None:
-        """Forget all of them."""
+        """Drop all gradients."""
         if self._current is not None:
             self._lender.drop(self._current[1])
             self._current = None
@@ -288,7 +288,7 @@ class StoredGradients:
         self._touched.clear()
 
     def close(self) -> None:
-        """Leave the parameters as they were found."""
+        """Remove the hooks from the parameters."""
         self.drop()
         self._lender.settle()
         for hook in self._hooks:

@@ -1,7 +1,7 @@
-"""Any torch optimizer, run on pieces of parameters whose state lies elsewhere.
+"""Any torch optimizer, run on pieces of parameters whose state is elsewhere.
 
-The optimizer keeps its arithmetic; which tensors it steps on, and what their state is, is said anew for every chunk.
-Tensors of a piece's shape are fields, which a store holds; all else (step counts, factored rows) stays here.
+The optimizer keeps its arithmetic, but gets new tensors and state for every chunk. State tensors of a piece's shape are
+fields, which a store holds; everything else (step counts, factored rows) stays in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an element's step depends on that element alone, so that parameters may be split. By exact class."""
+    """Whether each element is updated independently, so that parameters may be split. Decided by exact class."""
     if type(optimizer) is HostAdam:  # a variance in eight bits has a scale for each 256 elements
         return optimizer.variance_dtype == torch.float32
     return type(optimizer) in _ELEMENTWISE
@@ -34,9 +34,9 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 @dataclass
 class Part:
-    """One piece in a step. weight, grad: float32, of one shape. fields: its views of the store; numbers: the rest.
+    """One piece in a step: weight and gradient in float32, of one shape, and its state.
 
-    numbers: None before its first step.
+    `fields` are views of the store; `numbers` is the rest of the state, None before the first step.
     """
 
     group: int
@@ -47,7 +47,7 @@ class Part:
 
 
 def empty_part(group: int, shape: torch.Size, piece: Piece, views: Mapping[str, Tensor]) -> Part:
-    """A piece's fields in a step of zeros, on zeros, that only makes state. shape: of the whole parameter."""
+    """A piece for a step with zero weights and gradients, which only makes state. shape: the whole parameter's."""
     numel = piece.stop - piece.start
     zeros = torch.zeros(shape if numel == shape.numel() else [numel], dtype=torch.float32, device="cpu")
     mine = {name: x[piece.at : piece.at + numel].view(zeros.shape) for name, x in views.items()}
@@ -55,9 +55,9 @@ def empty_part(group: int, shape: torch.Size, piece: Piece, views: Mapping[str, 
 
 
 class Inner:
-    """Drives `optimizer`, which knows pieces during a step alone: between steps its groups are those it was made with.
+    """Drives an optimizer, whose groups hold pieces only during a step.
 
-    So a scheduler of it sets the options of every step.
+    Between steps they are those it was made with, so that schedulers can set their options.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -65,7 +65,10 @@ class Inner:
         self.name = type(optimizer).__name__
 
     def fields(self, groups: Sequence[Group]) -> dict[str, torch.dtype]:
-        """What state it keeps of each element, found by a step on a few zeros. Where it speaks to others, all ranks."""
+        """The state it keeps for each element, by name, found by a step on a few zeros.
+
+        If the optimizer communicates, all ranks must call it.
+        """
         found: dict[str, torch.dtype] = {}
         for g, group in enumerate(groups):
             like = next(iter(group["params"]), None)
@@ -82,7 +85,7 @@ class Inner:
         return found
 
     def step(self, groups: Sequence[Group], parts: Sequence[Part]) -> None:
-        """One step on these parts, with the options of their groups; fields and numbers are then the new ones."""
+        """Take one step on these parts with their groups' options. Updates their fields and numbers."""
         state: defaultdict[Tensor, dict[str, object]] = defaultdict(dict)
         self.optimizer.param_groups = [
             {**group, "params": [part.weight for part in parts if part.group == g]} for g, group in enumerate(groups)
@@ -105,4 +108,4 @@ class Inner:
         for name, field in part.fields.items():
             value = state.get(name)
             if isinstance(value, Tensor) and value.data_ptr() != field.data_ptr():
-                field.copy_(value)  # a first step made it
+                field.copy_(value)  # made by the first step

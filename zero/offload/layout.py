@@ -1,8 +1,8 @@
-"""What lies where in a store: parameters one after another, cut into chunks, for each field of their state.
+"""The layout of a store: all parameters in sequence, cut into chunks, for each field of their state.
 
-A field (master, exp_avg, ...) is one array of all elements, so a parameter's values of a field lie together and a
-checkpoint can show them as one tensor. A chunk is a range of elements: an extent in each field. A piece is what a chunk
-holds of a parameter. Pure: no memory.
+A field (master, exp_avg, ...) is one array of all elements, so a parameter's values of a field are contiguous, and a
+checkpoint can show them as one tensor. A chunk is a range of elements: one extent in each field. A piece is the part of
+a parameter in a chunk. Pure functions: no memory is allocated.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor
 from .store import PAGE, Extent, rounded
 
 UNIT = PAGE
-"""Elements at whose multiples chunks begin and parameters are cut: whole pages for fields of any dtype."""
+"""Chunks begin, and parameters are cut, at multiples of this many elements: whole pages for fields of any dtype."""
 _ALIGNED = 64
 
 
 def elements_of(chunk_mb: float, fields: Mapping[str, torch.dtype]) -> int:
-    """At most, of a chunk with this many MB of these fields: a multiple of UNIT."""
+    """The most elements in a chunk of `chunk_mb` MB with these fields, a multiple of UNIT."""
     per_element = max(4, sum(dtype.itemsize for dtype in fields.values()))
     return max(1, int(chunk_mb * 2**20 / per_element) // UNIT) * UNIT
 
 
 class Piece(NamedTuple):
-    """Elements start to stop of a parameter, which lie in its chunk from `at` on."""
+    """Elements start to stop of a parameter, which begin at `at` in their chunk."""
 
     param: int
     start: int
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements start to start + size of every field, at multiples of UNIT."""
+    """Elements start to start + size of every field; both are multiples of UNIT."""
 
     start: int
     size: int
@@ -55,10 +55,21 @@ def cut(
     may_share: bool = True,
     first: int = 0,
 ) -> list[Chunk]:
-    """Chunks of at most `limit` elements, a multiple of UNIT; a parameter that may not be split can make a larger one.
+    """Cut parameters into chunks of at most `limit` elements, a multiple of UNIT.
 
-    numels: of the parameters, in order, which count from `first`. Every element is in one piece; empty parameters have
-    an empty one. may_share: whether a chunk holds several parameters; without, ranks with other shards have as many.
+    A parameter that may not be split can make a larger chunk. Every element is in one piece; an empty parameter has an
+    empty piece.
+
+    Args:
+        numels: The parameters' elements, in order.
+        limit: The most elements in a chunk.
+        may_split: Whether parameters may be split, for all or for each.
+        may_share: Whether a chunk may hold several parameters, True by default. False makes ranks with different
+            shards have equally many chunks.
+        first: The number of the first parameter, 0 by default.
+
+    Raises:
+        ValueError: `limit` is no multiple of UNIT.
     """
     if limit < UNIT or limit % UNIT:
         raise ValueError(f"expected a limit at a multiple of {UNIT} elements, got {limit}")
@@ -90,9 +101,9 @@ def cut(
 
 
 def kept(numels: Sequence[int], ratio: float) -> int:
-    """How many, from the first one, stay where they are, that the others have `ratio` of all elements or a little more.
+    """How many of the first parameters keep their state, so that the others have `ratio` of all elements or a bit more.
 
-    The first layers stay: gradients of the last ones come first, and travel while backward goes on.
+    The first layers keep it: gradients of the last ones are ready first, and can travel while backward goes on.
     """
     if ratio == 1.0:  # not even what is empty
         return 0
@@ -100,14 +111,14 @@ def kept(numels: Sequence[int], ratio: float) -> int:
 
 
 class Field(NamedTuple):
-    """An array of all elements in a store."""
+    """One array of all elements in a store."""
 
     dtype: torch.dtype
     offset: int
 
 
 class Layout:
-    """Chunks, and fields of them in one store. nbytes: of the store. lease_bytes: of the largest chunk's fields."""
+    """Chunks and their fields in one store of `nbytes` bytes; the largest chunk's fields have `lease_bytes`."""
 
     def __init__(self, chunks: Sequence[Chunk], dtypes: Mapping[str, torch.dtype]):
         self.chunks = list(chunks)
@@ -127,17 +138,17 @@ class Layout:
                 self._homes[piece.param] = (first, numel + piece.stop - piece.start)
 
     def extents(self, chunk: Chunk, names: Iterable[str] | None = None) -> list[Extent]:
-        """Of a chunk, one for each field."""
+        """A chunk's extents, one for each field."""
         fields = self.fields.values() if names is None else [self.fields[name] for name in names]
         return [Extent(f.offset + chunk.start * f.dtype.itemsize, chunk.size * f.dtype.itemsize) for f in fields]
 
     def home(self, param: int, name: str) -> tuple[int, int]:
-        """(offset, nbytes) of a parameter's values of a field."""
+        """The offset and length in bytes of a parameter's values of a field."""
         first, numel = self._homes[param]
         field = self.fields[name]
         return field.offset + first * field.dtype.itemsize, numel * field.dtype.itemsize
 
     def views(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """What a lease of a chunk gives, by field."""
+        """The tensors of a chunk's lease by field."""
         fields = self.fields.items()
         return {name: x.view(field.dtype) for (name, field), x in zip(fields, tensors, strict=True)}

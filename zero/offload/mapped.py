@@ -1,7 +1,7 @@
-"""One-bit state in files: what an optimizer's buckets keep lies in mapped files, which the kernel pages in and out.
+"""One-bit state in files: the state of an optimizer's buckets is in mapped files, which the kernel pages in and out.
 
-A step of one bit holds the next errors of all buckets until all ranks agree: no chunk of it is over before the others,
-so `FileStore`, which steps chunk by chunk, is not for it. Mapped tensors are ordinary ones: not a bit changes.
+A one-bit step keeps the next errors of all buckets until all ranks agree, so no chunk can end before the others and
+`FileStore`, which works chunk by chunk, cannot be used. Mapped tensors are ordinary tensors: results do not change.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ log = logging.getLogger(__name__)
 
 
 def map_state(optimizer: CompressedOptimizer, folder: str | os.PathLike[str], rank: int) -> None:
-    """Moments, denominators and errors of all buckets, in host memory until now, lie in files of `folder` from here on.
+    """Move the moments, denominators and errors of all buckets from host memory into files of `folder`.
 
-    Those that come with another phase or a checkpoint, too. A file has one tensor, no name, and goes with the tensor.
-    Raises StoreError where the folder cannot be written or has not the room: here, and where a phase begins. A disk
-    that fails later, below mapped pages, ends the process by SIGBUS; Python's fault handler says where, on stderr.
+    State that a later phase or a checkpoint adds goes there too. Each tensor has a file without a name, which
+    disappears with it. If a disk fails later below mapped pages, SIGBUS ends the process, and Python's fault handler
+    prints the stacks to stderr.
+
+    Raises:
+        StoreError: The folder is not writable or has no room: here, and when a phase begins.
     """
     _name_faults()
     if rank == 0:
@@ -46,14 +49,14 @@ def map_state(optimizer: CompressedOptimizer, folder: str | os.PathLike[str], ra
 
 
 def _name_faults() -> None:
-    """A bus error prints every thread's stack before it ends the process."""
+    """Let a bus error print every thread's stack before it ends the process."""
     if not faulthandler.is_enabled():
-        with suppress(AttributeError, OSError, ValueError):  # no stderr, or one that is no file
+        with suppress(AttributeError, OSError, ValueError):  # there is no stderr, or it is no file
             faulthandler.enable()
 
 
 def _map(bucket: Bucket, folder: Path, rank: int) -> None:
-    """What is not mapped. Between steps: buffers hold nothing then, and are made anew where they were in an error."""
+    """Map what is not mapped yet. Only between steps, when buffers are empty; wires into the old errors are remade."""
     bucket.flat = {name: _mapped(x, folder, rank) for name, x in bucket.flat.items()}
     if bucket.ef is not None:
         ef = bucket.ef

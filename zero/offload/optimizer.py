@@ -1,9 +1,9 @@
 """`Offload`: any torch optimizer with state, gradients, parameters in host memory or a file, stepped chunk by chunk.
 
-    none       everything with the parameters; the same arithmetic, for comparison
-    state      float32 masters and optimizer state in the store; gradients stay with the parameters until the step
-    gradients  gradients too: each leaves as backward finishes it
-    full       parameters too: each comes where it is used, and leaves
+    none       everything stays with the parameters; the same arithmetic, for comparison
+    state      float32 masters and optimizer state are in the store; gradients stay with the parameters until the step
+    gradients  gradients too: each moves to the store as soon as backward has finished it
+    full       parameters too: each is brought to its device while it is used
 
 A step reads chunk k+1 and writes chunk k-1 while chunk k is computed. Rests on `layout.py`, `inner.py`, `gradients.py`,
 `weights.py` and the stores of `places.py`.
@@ -47,32 +47,48 @@ _HOST = torch.device("cpu")
 
 
 class Offload(torch.optim.Optimizer):
-    """The optimizer that `make` makes of the parameters, with its state in a store.
+    """Keeps the state of any torch optimizer (and gradients, parameters) in host memory or files.
 
-    model: its parameters that require gradients; or parameters or groups of them, but for mode full. make: called once
-    with these; any optimizer that steps each parameter for itself. mode: see the module. to: "cpu", or a folder for
-    this run's files.
-    chunk_mb: of a chunk's state; buffer_count: chunks in memory at once, where there are files. max_grad_norm: clip by
-    the global norm (0: off). split: whether large parameters may be stepped in pieces; default: where the optimizer is
-    known to look at each element alone. pin_memory: page-locked buffers, where the parameters are on a GPU. rank: in
-    the files' names.
+    Parameters in bfloat16 or float16 get float32 masters in the store, which a step updates and rounds into them. If
+    other code writes into a parameter, the master takes the new values. A step with a gradient that is not finite is
+    skipped and changes only `stats`. `state_dict` has what the optimizer keeps, and "master"; its tensors are views of
+    the store, so torch.save streams them. Call `close` to free memory and files. docs/offload.md compares the modes.
 
-    Mode state: ratio, of the parameters' elements, whose state is in the store and that are stepped on the host (a
-    little more: parameters are not divided); the first parameters keep their state, and are stepped where they are.
-    Modes that store gradients: grad_dtype, in which those of micro-batches add up; default: as autograd adds them up.
-    transport: ranks over which a step averages them first, in float32; all ranks, with the same parameters, and each
-    has all of the state in a store of its own.
-    Mode full: device, on which the model computes, and dtype, in which; default: as it is. Masters keep the values from
-    before a cast. fill: called once with a model built on "meta", whose parameters are in the store by then; what it
-    writes into them goes there.
+    Without a transport nothing is sent: with several ranks call `onebit.dense.average_gradients` before `step`.
 
-    Parameters in bfloat16 or float16 have float32 masters in the store, which the step moves and rounds into them;
-    values written into a parameter by others are taken over. State by parameter is what the optimizer keeps, and
-    "master"; `state_dict` shows the store's own bytes, so that torch.save streams them. A step with a gradient that is
-    not finite changes nothing but `stats`. Without a transport nothing is sent; with several ranks average gradients
-    first. `close` gives memory and files back.
+    Args:
+        model: A module, whose parameters that require gradients are trained; except in mode "full" also parameters or
+            groups of them.
+        make: Called once with these; returns any optimizer that updates each parameter independently.
+        mode: "none", "state" (default), "gradients" or "full"; each moves more to the store.
+        to: "cpu" (default) for host memory, or a folder for this run's files.
+        chunk_mb: The size of a chunk's state in MB; a step works chunk by chunk. 64 by default.
+        buffer_count: With files, how many chunks are in memory at once, 2 or more; 4 by default.
+        max_grad_norm: The global gradient norm to clip to; 0 (default) does not clip.
+        split: Whether large parameters may be updated in pieces. None (default): if the optimizer is known to update
+            each element independently.
+        pin_memory: Whether buffers are page-locked if parameters are on a GPU; True by default.
+        threads: Threads that read and write files, 2 by default.
+        rank: This rank, for the files' names; 0 by default.
+        ratio: Mode "state": the share of the parameters' elements whose state is in the store (a little more, as
+            parameters are not divided). The first parameters keep theirs, and are updated where they are. 1 by default.
+        grad_dtype: Modes "gradients" and "full": the dtype in which gradients of micro-batches add up. None (default):
+            their own, as in autograd.
+        transport: Modes "gradients" and "full": the ranks over which a step first averages gradients, in float32. All
+            ranks must have the same parameters; each keeps all of the state. None (default) for no averaging.
+        device: Mode "full": where the model computes; None (default): where each parameter is.
+        dtype: Mode "full": the dtype in which the model computes; masters keep the values from before the cast. None
+            (default): the parameters' own.
+        fill: Mode "full": gives values to a model built on "meta". Called once with the model, when its parameters are
+            in the store; what it writes into them goes there. None by default.
 
-    Raises ValueError and TypeError on arguments, StoreError where a store fails, here and in `step` and backward.
+    Attributes:
+        stats: An `OffloadStats`.
+
+    Raises:
+        ValueError: An argument is out of range, or does not fit the mode or the parameters.
+        TypeError: An argument has the wrong type.
+        StoreError: The store fails; `step` and backward raise it too.
     """
 
     def __init__(
@@ -147,11 +163,11 @@ class Offload(torch.optim.Optimizer):
 
     @property
     def inner(self) -> torch.optim.Optimizer:
-        """The optimizer that takes the steps; its options and state are here."""
+        """The optimizer that `make` made, which takes the steps."""
         return self._inner.optimizer
 
     def _open_places(self, near: int, chunk_mb: float) -> list[Place]:
-        """For the first `near` parameters where they are, for the others in the store."""
+        """Places for the state: the first `near` parameters' where these are, the others' in the store."""
         devices = {local(p).device for p in self._params[:near]}
         with_them = devices.pop() if len(devices) == 1 else _HOST
         found = []
@@ -175,7 +191,7 @@ class Offload(torch.optim.Optimizer):
         return cut([x.numel() for x in held], limit, may_split=splits, may_share=not is_cut, first=params.start)
 
     def _open_gradients(self, places: Sequence[Place], summed: torch.dtype | None) -> Callable[[], Gradients]:
-        """Room for them; the parameters are not touched before the call."""
+        """Reserve room for gradients. Hooks go onto the parameters only when the returned function is called."""
         if self.mode not in ("gradients", "full"):
             return lambda: ResidentGradients(self._params, places, self._stores)
         kept = summed or (self._dtypes[0] if len(set(self._dtypes)) == 1 else torch.float32)
@@ -214,7 +230,20 @@ class Offload(torch.optim.Optimizer):
     @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of the parameters that have a gradient, or a skip; see the class. Raises StoreError."""
+        """Update the parameters that have a gradient, or skip the step if a gradient is not finite.
+
+        With a transport all ranks must call it. It sends about 2·(W-1)/W·4 bytes per element.
+
+        Args:
+            closure: Computes the loss again, with gradients; None by default.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            StoreError: The store fails.
+            RuntimeError: `close` has been called, or parameter groups were changed by hand.
+        """
         loss = loss_of(closure)
         if edit := edit_of_groups(self.param_groups, self._given):
             raise RuntimeError(edit)
@@ -243,13 +272,17 @@ class Offload(torch.optim.Optimizer):
         return loss
 
     def _chunks(self) -> list[tuple[Place, Chunk]]:
-        """All of them. Raises RuntimeError after `close`."""
+        """All chunks with their places.
+
+        Raises:
+            RuntimeError: `close` has been called.
+        """
         if not self._places:
             raise RuntimeError("this Offload is closed; make another one")
         return [(place, chunk) for place in self._places for chunk in place.layout.chunks]
 
     def _walk(self, chunks: Sequence[tuple[Place, Chunk]]) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
-        """Each chunk and its fields, to be changed: the next is read meanwhile, the one before written."""
+        """Yield each chunk with its fields to change, while the next is read and the one before is written."""
         lease = _read(*chunks[0]) if chunks else None
         for k, (place, chunk) in enumerate(chunks):
             assert lease is not None
@@ -290,7 +323,7 @@ class Offload(torch.optim.Optimizer):
         return Part(self._groups_of[piece.param], weight, grad, mine, self._numbers.get(piece))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, those in the store too."""
+        """Drop all gradients, also those in the store."""
         super().zero_grad(set_to_none)
         self._gradients.drop()
 
@@ -298,7 +331,7 @@ class Offload(torch.optim.Optimizer):
 
     @torch.no_grad()
     def begin_state(self) -> None:
-        """State for those that have none, as a step of zeros leaves it: what a checkpoint can be read into."""
+        """Make state for parameters without any, as a step with zero gradients would, to read a checkpoint into."""
         for place, chunk in self._chunks():
             if any(piece not in self._numbers for piece in chunk.pieces):
                 lease = _read(place, chunk)
@@ -313,14 +346,14 @@ class Offload(torch.optim.Optimizer):
 
     @torch.no_grad()
     def round_masters(self) -> None:
-        """Parameters ← their masters, where these have been written in `state`."""
+        """Round the masters into the parameters, after masters were written through `state`."""
         for p, entry in self.state.items():
             if MASTER in entry:
                 p.copy_(cast(Tensor, entry[MASTER]))
 
     @property
     def state(self) -> defaultdict[Tensor, State]:
-        """Of each parameter that has been stepped, or has a master: views of the store, valid until the next step."""
+        """The state of each parameter that was updated or has a master: views of the store, valid until `step`."""
         found: defaultdict[Tensor, State] = defaultdict(dict)
         for place in self._places:
             place.store.flush()
@@ -330,15 +363,20 @@ class Offload(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: object) -> None:
-        """torch's constructor sets an empty one. Raises RuntimeError afterwards: the state is in the store."""
+        """Only for torch's constructor, which sets an empty state; afterwards it raises RuntimeError."""
         if self._places:
-            raise RuntimeError("the state of an Offload is in its store; give load_state_dict a whole one")
+            raise RuntimeError("the state of an Offload is in its store; call load_state_dict with a complete one")
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: State) -> None:
-        """Take over a state of this optimizer or of the one that it makes, resident; streamed into the store.
+        """Load a state of this class, or of the plain optimizer that `make` makes. It is streamed into the store.
 
-        Raises ValueError, before anything has changed, where it is of other groups, parameters or shapes.
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            ValueError: It is of other groups, parameters or shapes. Nothing has changed then.
+            RuntimeError: `close` has been called.
         """
         groups = cast(list[Group], state_dict["param_groups"])
         self._chunks()  # a closed one has none
@@ -352,19 +390,21 @@ class Offload(torch.optim.Optimizer):
         self._weights.end([])
 
     def _masters_of(self, param: int) -> State:
-        """Where a state has none: the parameter as it is, of which elements that have not changed keep theirs."""
+        """The master for a state without one: the parameter's values. Masters that round to these stay."""
         return {MASTER: self._weights.values(param)} if self._needs_master[param] else {}
 
     def add_param_group(self, param_group: Group) -> None:
-        """Only while it is constructed: what lies where is settled then."""
+        """Only for torch's constructor: afterwards the layout is fixed, and it raises RuntimeError."""
         if self._places:
             raise RuntimeError("Offload takes all parameters when it is made; make another one with more of them")
         super().add_param_group(param_group)
 
     def close(self, *, bring_back: bool = True) -> None:
-        """Give memory and files back. Parameters stay as they are; in mode full they come back, which needs the room.
+        """Free memory and files. In mode "full" parameters come back to their device first, which must have room.
 
-        bring_back: False: they do not, and using them raises RuntimeError.
+        Args:
+            bring_back: False leaves the parameters of mode "full" without values: using them raises RuntimeError. True
+                by default.
         """
         if self._places:
             if self._blocks is not None:

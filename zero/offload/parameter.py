@@ -16,15 +16,17 @@ plain = torch._C.DisableTorchFunctionSubclass
 
 
 class Home(Protocol):
-    """Who moves the values. call: run a torch function that is given parameters of this home."""
+    """What moves the values of parameters."""
 
-    def call(self, used: list[StoredParameter], run: Callable[[], object], func: object) -> object: ...
+    def call(self, used: list[StoredParameter], run: Callable[[], object], func: object) -> object:
+        """Run a torch function that uses these parameters, with their values in place."""
 
-    def replace(self, param: StoredParameter, values: Tensor) -> None: ...
+    def replace(self, param: StoredParameter, values: Tensor) -> None:
+        """Do `param.data = values`."""
 
 
 class StoredParameter(nn.Parameter):
-    """A parameter under offload. Whatever torch function takes it finds its values on its device."""
+    """A parameter whose values are in a store: every torch function that takes it brings them to its device."""
 
     _home: Home
 
@@ -54,7 +56,7 @@ class StoredParameter(nn.Parameter):
 
 
 def _through(homes: list[Home], used: list[StoredParameter], func: object, run: Callable[[], object]) -> object:
-    """Each home brings its own; nearly always there is one."""
+    """Let each home bring its own parameters; there is nearly always only one."""
     if not homes:
         return run()
     first, *rest = homes
@@ -109,11 +111,11 @@ UNSEEN: frozenset[object] = frozenset(
     | _methods("detach", "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "set_")
     | {torch.detach}
 )
-"""Functions behind which a parameter can be written without a new version of it."""
+"""Functions whose results allow writing to a parameter without changing its version counter."""
 
 
 class Saved(NamedTuple):
-    """What autograd keeps of a parameter, or of a view of it. edition: steps of the parameter when it was saved."""
+    """What autograd keeps instead of a parameter or a view of it: how to find the values again, and their version."""
 
     param: StoredParameter
     edition: int
@@ -128,15 +130,15 @@ Hooks = tuple[Callable[[Tensor], object], Callable[[Any], Tensor]]
 
 
 def hooks_in_use() -> Hooks | None:
-    """The pack and unpack hooks of saved tensors that are in force now."""
+    """The pack and unpack hooks for saved tensors that are active now."""
     found: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return found
 
 
 class Saving:
-    """Hooks for what autograd saves: of parameters it keeps where they are, of all else what it kept anyhow.
+    """Hooks for the tensors that autograd saves: for parameters they keep only where to find them.
 
-    Hooks that were in force before (those of torch.utils.checkpoint) get what is no parameter.
+    All other tensors go to the hooks that were active before (such as torch.utils.checkpoint's), if there are any.
     """
 
     def __init__(self, describe: Callable[[Tensor], Saved | None], restore: Callable[[Saved], Tensor]):
@@ -144,7 +146,7 @@ class Saving:
         self._ours: dict[int, object] = {}
 
     def into(self, stack: ExitStack) -> None:
-        """Put the hooks in force until the stack closes, where they are not."""
+        """Activate the hooks until the stack closes, unless they are active already."""
         before = hooks_in_use()
         if torch.is_grad_enabled() and (before is None or getattr(before[0], "saving", None) is not self):
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks(before)))

@@ -1,4 +1,4 @@
-"""Where parameters are stepped, and the stores of one run: opened one after the other, counted and closed together."""
+"""Where parameters are updated, and the stores of a run: opened one by one, counted and closed together."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .streams import Streams
 
 @dataclass(frozen=True)
 class Place:
-    """Some of the parameters: how their state lies in a store, and the device on which they are stepped.
+    """Some of the parameters: the layout of their state in a store, and the device that updates them.
 
-    streams: of the other device, on which the parameters lie; None: they lie on this one, or on several.
+    `streams` copy from and to the parameters' device; None if they are on the updating device, or on several.
     """
 
     layout: Layout
@@ -30,7 +30,7 @@ class Place:
 
 @dataclass
 class Stores:
-    """to: "cpu", or a folder. The rest: see `FileStore` and `MemoryStore`."""
+    """All stores of an `Offload`, in memory if `to` is "cpu", otherwise in files of that folder."""
 
     to: str | os.PathLike[str]
     is_pinned: bool
@@ -41,7 +41,11 @@ class Stores:
     buffers: list[HostBuffers] = field(default_factory=list)
 
     def open(self, nbytes: int, lease_bytes: int, device: torch.device | None = None) -> Store:
-        """Another one; device: in its memory, wherever the others are. Raises StoreError where there is no room."""
+        """Open another store; with `device` in that device's memory.
+
+        Raises:
+            StoreError: There is no room.
+        """
         if device is not None:
             made: Store = MemoryStore(nbytes, device)
         elif self.to == "cpu":
@@ -53,19 +57,19 @@ class Stores:
         return made
 
     def staged(self, store: Store, streams: Streams | None, device: torch.device | None, lease_bytes: int) -> Lender:
-        """The store as the device sees it; without streams it is the store itself."""
+        """A lender in the device's memory over the store; without streams the store itself."""
         if streams is None or device is None:
             return store
         return StagedStore(store, streams, device, lease_bytes, self.buffer_count)
 
     def host_buffers(self, nbytes: int) -> HostBuffers:
-        """For copies of this many bytes at once."""
+        """Host buffers for copies of up to `nbytes` bytes at once."""
         made = HostBuffers(nbytes, is_pinned=self.is_pinned)
         self.buffers.append(made)
         return made
 
     def count(self, stats: OffloadStats) -> None:
-        """What they have moved, and how long the run waited for it."""
+        """Write the bytes moved and the seconds waited into `stats`."""
         stats.wait_s = sum(store.wait_s for store in self.all)
         stats.read_bytes = sum(store.read_bytes for store in self.all)
         stats.written_bytes = sum(store.written_bytes for store in self.all)
@@ -74,7 +78,7 @@ class Stores:
         return "; ".join(store.describe() for store in self.all)
 
     def close(self) -> None:
-        """Give memory and files back."""
+        """Free memory and files."""
         for buffers in self.buffers:
             buffers.close()
         for store in self.all:

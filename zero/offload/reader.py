@@ -1,4 +1,4 @@
-"""Parameters read from a store and written to it, a lease at a time; what came next the last time is read ahead."""
+"""Parameters read from a store and written to it, a lease at a time. Reads ahead what followed the last time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,20 @@ from .store import Extent, Lease, Lender, rounded
 
 @dataclass(eq=False)
 class Stored:
-    """A parameter. home: its bytes in the store.
+    """A parameter whose values are in a store.
 
-    users: that need its values now. is_here: its storage holds them. version: of the parameter when it came. edition:
-    steps it has taken. is_seen: writes change the version. was_written: by others than the step, since its last step.
-    is_empty: it had no values when it left.
+    Attributes:
+        name: The parameter's first name in the model.
+        param: The parameter.
+        storage: Its storage on the device, which is emptied while the values are away.
+        home: Its bytes in the store.
+        users: How many uses need its values now.
+        is_here: Whether the storage holds the values.
+        version: The parameter's version counter when the values were brought.
+        edition: How many steps have changed it.
+        is_seen: Whether every write since then changes the version counter.
+        was_written: Whether other code than the step has written it since the last step.
+        is_empty: Whether it had no values (device "meta") when it moved to the store.
     """
 
     name: str
@@ -40,16 +49,16 @@ class Stored:
 
     @property
     def may_leave(self) -> bool:
-        """Not where it has no bytes, nor once numpy has seen them: it holds them unseen."""
+        """Whether the storage may be emptied: not without bytes, nor if numpy holds the memory, unknown to torch."""
         return self.nbytes > 0 and self.storage.resizable()
 
     def bytes(self) -> Tensor:
-        """uint8 [nbytes], of the storage; writing them is no new version of the parameter."""
+        """The storage as uint8 [nbytes]. Writing to it does not change the parameter's version counter."""
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
 
 class _Slice(NamedTuple):
-    """Bytes of a parameter that are read at once; extent: where they lie, in whole pages."""
+    """Bytes of a parameter that are read at once. `extent` is their place in the store, in whole pages."""
 
     stored: Stored
     start: int
@@ -59,14 +68,14 @@ class _Slice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Load:
-    """What one lease brings."""
+    """The slices that one lease brings."""
 
     slices: tuple[_Slice, ...]
 
 
 @dataclass
 class _Order:
-    """Who came after whom, so that the next can be read ahead: of the last two, which tell forward from backward."""
+    """Which group followed the last two, to read ahead. Two are needed to tell forward from backward."""
 
     follows: dict[tuple[object, object], tuple[Stored, ...]] = field(default_factory=dict)
     last: tuple[object, object] = (None, None)
@@ -76,7 +85,7 @@ class _Order:
         self.last = self.last[1], group
 
     def next(self) -> Iterator[tuple[Stored, ...]]:
-        """As it was the last time."""
+        """The groups that followed the last time, in order."""
         at = self.last
         while (group := self.follows.get(at)) is not None:
             yield group
@@ -84,7 +93,10 @@ class _Order:
 
 
 class Reader:
-    """most: bytes of a lease. ahead: leases that are read ahead; two more must be to be had."""
+    """Reads and writes parameters in leases of at most `most` bytes, and reads `ahead` leases ahead.
+
+    The lender must have two leases more than `ahead`.
+    """
 
     def __init__(self, lender: Lender, most: int, ahead: int):
         self._lender, self._most, self._depth = lender, most, ahead
@@ -93,7 +105,7 @@ class Reader:
         self._loads: dict[tuple[Stored, ...], list[_Load]] = {}
 
     def read(self, missing: tuple[Stored, ...]) -> None:
-        """Fill their storages: all, or none where the store fails."""
+        """Fill the storages of these parameters: all of them, or none if the store fails."""
         self._order.came(missing)
         loads = self._loads_of(missing)
         coming = [*loads]
@@ -112,13 +124,13 @@ class Reader:
             raise
 
     def read_again(self, s: Stored) -> None:
-        """Over what its storage holds."""
+        """Read a parameter again, over what its storage holds."""
         self.forget()
         for load in self._loads_of((s,)):
             self._fill(load, self._begin(load))
 
     def write(self, s: Stored) -> None:
-        """What its storage holds."""
+        """Write to the store what the parameter's storage holds."""
         self.forget()
         for load in self._loads_of((s,)):
             lease = self._lender.read([place.extent for place in load.slices], fresh=True)
@@ -127,7 +139,7 @@ class Reader:
             self._lender.write(lease)
 
     def forget(self) -> None:
-        """What was read ahead: the store's bytes change."""
+        """Drop what was read ahead, before the store's bytes change."""
         self._read_ahead([])
 
     def _fill(self, load: _Load, lease: Lease) -> None:

@@ -1,4 +1,4 @@
-"""Leases in a device's memory, of a store elsewhere; and host buffers for single copies. Both copy beside computing."""
+"""Leases in a device's memory over a store elsewhere, and host buffers for single copies. Copies overlap computing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Loan:
 
 @dataclass(frozen=True)
 class _Copy:
-    """Between a buffer and a lease of the store, which ends with it."""
+    """A copy between a buffer and a lease of the store, which ends when the copy is over."""
 
     moment: Moment
     inner: Lease
@@ -46,23 +46,23 @@ class _Copy:
 
 
 class StagedStore:
-    """A `Lender` whose leases lie on `device`, of a store whose bytes lie elsewhere.
+    """A `Lender` whose leases are in a device's memory, over a store whose bytes are elsewhere.
 
-    What a lease reads is copied as soon as the store has it, while the device computes; what it writes goes to the
-    store after what the device has been given to do. The host waits in `settle`, for bytes that are just leaving, and
-    where the store has no lease for one more copy. lease_bytes: of the largest lease. count: of leases at once.
+    Reads are copied to the device as soon as the store has them, while it computes; writes are copied to the store
+    after the work queued on the device so far. The host waits only in `settle`, for a read of bytes that are still
+    being written, and if the store has no free lease. There are `count` buffers of `lease_bytes` bytes.
     """
 
     def __init__(self, store: Store, streams: Streams, device: torch.device, lease_bytes: int, count: int):
         self.store, self._streams = store, streams
         made = [torch.empty(max(PAGE, lease_bytes), dtype=torch.uint8, device=device) for _ in range(count)]
-        begun = streams.mark()  # the allocator may give memory that the device still computes with
+        begun = streams.mark()  # the allocator may return memory that queued work still uses
         self._free = deque(_Buffer(memory, [begun]) for memory in made)
         self._coming: list[_Loan] = []
         self._copying: deque[_Copy] = deque()
 
     def read(self, extents: Sequence[Extent], *, fresh: bool = False) -> Lease:
-        assert self._free, "every buffer is lent out, and nobody would give one back"
+        assert self._free, "every buffer is lent out, so waiting for one would never end"
         inner = None
         if not fresh:
             while any(a.overlaps(b) for c in self._copying if c.is_written for a in c.inner.extents for b in extents):
@@ -108,7 +108,11 @@ class StagedStore:
         return loan.parts()
 
     def _begin(self, loan: _Loan) -> None:
-        """To the device, once the store has the bytes. Raises StoreError where it cannot have them."""
+        """Begin the copy to the device, after waiting for the store.
+
+        Raises:
+            StoreError: The store cannot read the bytes.
+        """
         assert loan.inner is not None
         held = loan.inner.wait()
         self._coming.remove(loan)
@@ -127,7 +131,7 @@ class StagedStore:
         return self.store.read(extents, fresh=fresh)
 
     def _advance(self) -> None:
-        """Begin what can begin, end what has ended."""
+        """Begin the copies that can begin, and end those that are over."""
         while self._coming and self._coming[0].inner is not None and self._coming[0].inner.is_there():
             self._begin(self._coming[0])
         while self._copying and self._copying[0].moment.is_over():

@@ -1,4 +1,4 @@
-"""An offloaded optimizer's state by parameter: shown as torch shows it, and checked before it is taken in."""
+"""An offloaded optimizer's state by parameter, in torch's form, and the checks before one is loaded."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ from .store import Store
 
 @dataclass
 class OffloadStats:
-    """Since construction. grad_norm: of the last step, before clipping; None after a skipped one.
+    """What an `Offload` has done since its construction.
 
-    wait_s: seconds that steps and hooks waited for the stores; network_s: for other ranks. read_bytes, written_bytes:
-    of files.
+    Attributes:
+        steps: Steps, skipped ones included.
+        skipped_steps: Steps skipped because of a gradient.
+        grad_norm: The gradient norm of the last step before clipping; None after a skipped step.
+        wait_s: Seconds that steps and hooks waited for the stores.
+        network_s: Seconds that steps waited for other ranks.
+        read_bytes: Bytes read from files.
+        written_bytes: Bytes written to files.
     """
 
     steps: int = 0
@@ -36,7 +42,7 @@ class OffloadStats:
 
 @dataclass(frozen=True)
 class StateOfParams:
-    """numbers: what is no field, of each piece that has been stepped. has_master: by parameter."""
+    """The state in a store by parameter. `numbers` holds what is no field, by piece; `has_master` is by parameter."""
 
     params: Sequence[Tensor]
     layout: Layout
@@ -45,7 +51,10 @@ class StateOfParams:
     has_master: Sequence[bool]
 
     def entries(self, *, as_dtensors: bool) -> dict[Tensor, State]:
-        """Views of the store, and the numbers of a parameter's first piece. as_dtensors: fields of sharded ones."""
+        """Each parameter's fields as views of the store, and its first piece's numbers.
+
+        as_dtensors: whether fields of sharded parameters are DTensors.
+        """
         found: dict[Tensor, State] = {}
         for piece in (piece for chunk in self.layout.chunks for piece in chunk.pieces if piece.start == 0):
             p, numbers = self.params[piece.param], self.numbers.get(piece)
@@ -79,7 +88,11 @@ def sharded_as(p: Tensor, held: Tensor) -> Tensor:
 def load_entries(
     params: Sequence[Tensor], groups: Sequence[Group], moments: Iterable[str], state_dict: State
 ) -> dict[int, State]:
-    """The entries of a state dict by parameter. Raises ValueError where they are of other parameters or moments."""
+    """The entries of a state dict by parameter.
+
+    Raises:
+        ValueError: It belongs to other parameters, shapes or another optimizer.
+    """
     there = cast(list[Group], state_dict["param_groups"])
     sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in there]
     if sizes[0] != sizes[1]:
@@ -113,9 +126,9 @@ def load_into(
     masters_of: Callable[[int], State],
     numbers: MutableMapping[Piece, dict[str, object]],
 ) -> None:
-    """Stream checked entries by parameter into the store, chunk by chunk, and what is no field into `numbers`.
+    """Stream checked entries into the store, chunk by chunk, and what is no field into `numbers`.
 
-    masters_of: the parameter, where there is a master; a state without them leaves those that round to it.
+    For a state without masters `masters_of` gives the parameters; masters that round to these stay.
     """
     for chunk in layout.chunks:
         lease = store.read(layout.extents(chunk))

@@ -1,8 +1,8 @@
-"""What holds offloaded bytes: the contract of `MemoryStore`, here, and of `FileStore` in `files.py`.
+"""What holds offloaded bytes: the contract of a store, and `MemoryStore`. `FileStore` is in `files.py`.
 
-A store is one flat space of bytes. Who wants some borrows them: `read` begins to fetch, `Lease.wait` gives tensors to
-read and change, `write` begins to store them, `drop` forgets the changes. A lease ends with `write` or `drop`, in any
-order. Extents begin and end at multiples of `PAGE`.
+A store is one flat range of bytes. To use some of them, borrow them: `read` begins to fetch them, `Lease.wait` returns
+tensors to read and change, `write` begins to store them, and `drop` ends the lease without storing. Leases may end in
+any order. Extents begin and end at multiples of `PAGE`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,29 @@ PAGE = 4096
 
 
 class StoreError(OSError):
-    """A store could not keep its promise: the disk is full, the folder not writable, a file cut short or unreadable."""
+    """A store failed: the disk is full, the folder is not writable, or a file was truncated or cannot be read."""
 
 
 class Extent(NamedTuple):
-    """A range of a store's bytes, at multiples of PAGE."""
+    """A range of a store's bytes: offset and length, both multiples of 4,096."""
 
     offset: int
     nbytes: int
 
     def overlaps(self, other: Extent) -> bool:
-        """Whether both have a byte."""
+        """Whether both ranges have a byte in common."""
         return self.offset < other.offset + other.nbytes and other.offset < self.offset + self.nbytes
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Borrowed bytes. wait: one uint8 tensor for each extent; blocks until they are there, raises StoreError.
+    """Borrowed bytes of a store, until `write` or `drop`.
 
-    is_there: whether `wait` would not block.
+    Attributes:
+        extents: The ranges.
+        wait: Blocks until the bytes are there, and returns one uint8 tensor for each extent. Raises StoreError.
+        buffer: The store's own record of the memory.
+        is_there: Returns whether `wait` would return at once.
     """
 
     extents: Sequence[Extent]
@@ -46,25 +50,29 @@ class Lease:
 
 
 class Lender(Protocol):
-    """Who gives leases: a `Store`, or a `StagedStore` of it. One thread calls; what it began goes on in others."""
+    """What gives leases: a `Store`, or a `StagedStore` over one. Only one thread calls it; others do the work."""
 
     def read(self, extents: Sequence[Extent], *, fresh: bool = False) -> Lease:
-        """Begin to fetch. fresh: the caller writes every byte that it will ever read: nothing is fetched."""
+        """Begin to fetch these ranges. fresh: fetch nothing, since the caller will write every byte before reading."""
 
     def write(self, lease: Lease) -> None:
-        """Begin to store what the lease's tensors hold now; the lease ends."""
+        """End the lease and begin to store what its tensors hold now."""
 
     def drop(self, lease: Lease) -> None:
-        """End a lease whose bytes have not changed."""
+        """End the lease without storing anything."""
 
     def settle(self) -> None:
-        """Until what was written is the store's to read; may be on its way to a disk."""
+        """Wait until the store would return what was written; it may still be on its way to a disk."""
 
 
 class Store(Lender, Protocol):
-    """See the module docstring.
+    """One flat range of bytes in memory or a file, read and written through leases. Only one thread may call it.
 
-    wait_s: seconds in which the caller waited for it. read_bytes, written_bytes: moved between memory and the store.
+    Attributes:
+        nbytes: The size in bytes.
+        wait_s: Seconds that callers have waited for it.
+        read_bytes: Bytes moved from the store into memory; 0 if it is in memory.
+        written_bytes: Bytes moved from memory into the store; 0 if it is in memory.
     """
 
     nbytes: int
@@ -76,27 +84,38 @@ class Store(Lender, Protocol):
         """Whether `read` may be called before another lease has ended."""
 
     def flush(self) -> None:
-        """Until all that was written is stored. Raises StoreError where it could not be."""
+        """Wait until everything written is stored.
+
+        Raises:
+            StoreError: Something could not be stored.
+        """
 
     def view(self, offset: int, nbytes: int) -> Tensor:
-        """Bytes of the store as a tensor, without a copy: for checkpoints. Between steps; flushes first."""
+        """Bytes of the store as a uint8 tensor without a copy, for checkpoints. Flushes first; only between steps."""
 
     def close(self) -> None:
-        """Give everything back. Views that are still held stay valid; nothing else may be called."""
+        """Free everything. Existing views stay valid; no other method may be called afterwards."""
 
     def describe(self) -> str:
-        """Where the bytes lie, and how they get there."""
+        """Where the bytes are and how they get there, for messages."""
 
 
 def rounded(nbytes: int) -> int:
-    """Up to whole pages."""
+    """nbytes, rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
 class MemoryStore:
-    """nbytes of memory of a device; is_pinned: page-locked, for copies that overlap with computing. See `Store`.
+    """A `Store` in the memory of the host or a device. Nothing is copied: a lease's tensors are the store's own bytes.
 
-    Nothing is copied: a lease's tensors are the store's own bytes.
+    Args:
+        nbytes: The size in bytes.
+        device: Where the memory is, "cpu" by default.
+        is_pinned: Whether host memory is page-locked, for copies to a GPU that overlap with computing; False by
+            default.
+
+    Raises:
+        MemoryError: The driver refuses to page-lock the memory.
     """
 
     def __init__(self, nbytes: int, device: torch.device | str = "cpu", *, is_pinned: bool = False):
@@ -140,9 +159,10 @@ class MemoryStore:
 
 
 def lock(memory: Tensor) -> None:
-    """Page-lock memory where it lies. torch's pin_memory() would round the size up to a power of two.
+    """Page-lock memory in place. torch's pin_memory() would round the size up to a power of two.
 
-    Raises MemoryError where the driver refuses.
+    Raises:
+        MemoryError: The driver refuses.
     """
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if code != 0:
@@ -153,6 +173,6 @@ def lock(memory: Tensor) -> None:
 
 
 def unlock(memory: Tensor) -> None:
-    """Undo `lock`, once no copy of it is under way."""
+    """Undo `lock`, after waiting for all copies."""
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

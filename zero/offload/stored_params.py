@@ -1,8 +1,8 @@
 """Parameters in a store: brought to their device while they are used, in forward, backward or anywhere else.
 
-Storages are emptied and filled, so parameters, views of them and what autograd keeps stay valid. Nobody's view is
-emptied below it: a storage that others hold stays until they let go. `parameter.py` notices uses of functions, `Blocks`
-those of modules.
+Their storages are emptied and filled, so parameters, views of them and what autograd keeps stay valid. A storage that
+other tensors share is not emptied until these are gone. `parameter.py` notices uses in functions, `Blocks` those in
+modules.
 """
 
 from __future__ import annotations
@@ -23,12 +23,22 @@ from .store import PAGE, Extent, Lender, MemoryStore, Store, rounded
 
 
 class StoredParams:
-    """All parameters of a model, in a store. trained: the first ones, in the order of the chunks' pieces.
+    """All parameters of a model, in a store.
 
-    open_store: makes a store of such a size and such leases; staged: the store as the parameters' device sees it,
-    in leases of this many bytes. ahead: leases read ahead. device: where parameters come, and buffers go; None: where
-    each is. fill: called once with the model, some of which may be on "meta": what it writes are their first values.
-    Raises TypeError and ValueError on parameters that cannot be moved, StoreError.
+    Args:
+        model: The model.
+        trained: The parameters to train, in the order of the chunks' pieces. They come first in the store.
+        chunks: The chunks that a step works on.
+        open_store: Makes a store from its size and the size of its largest lease in bytes.
+        staged: Makes the lender for the parameters' device from a store and the size of a lease.
+        ahead: How many leases to read ahead.
+        device: Where parameters are brought, and where buffers move; None for where each parameter is.
+        fill: Called once with the model, which may be on "meta"; what it writes are the first values. May be None.
+
+    Raises:
+        TypeError: A parameter cannot be moved.
+        ValueError: Parameters share memory, or `fill` has not written one.
+        StoreError: The store fails.
     """
 
     def __init__(
@@ -68,9 +78,9 @@ class StoredParams:
         self._is_showing = self._is_lost = False
         probe = nn.Parameter(torch.empty(1, dtype=torch.float32, device="cpu"))
         storage = probe.untyped_storage()
-        self._alone = torch._C._storage_Use_Count(storage._cdata)  # of a parameter and a `Stored`
+        self._alone = torch._C._storage_Use_Count(storage._cdata)  # the use count with only a parameter and a `Stored`
         self._leave(device)
-        if ahead > 0 and isinstance(self.store, MemoryStore):  # leases cost nothing there: a module is ahead
+        if ahead > 0 and isinstance(self.store, MemoryStore):  # leases of memory are free: read a whole module ahead
             most = max(most, rounded(-(-largest // ahead)))
         self._lender = staged(self.store, most)
         self._reader = Reader(self._lender, most, ahead)
@@ -82,7 +92,11 @@ class StoredParams:
             self._check_filled()
 
     def of(self, module: nn.Module) -> list[Stored]:
-        """Those that a module has itself. Raises RuntimeError where one was exchanged for another."""
+        """The parameters that belong to a module directly.
+
+        Raises:
+            RuntimeError: A parameter was replaced by another.
+        """
         found = []
         for name, p in module._parameters.items():
             if p is not None:
@@ -97,7 +111,7 @@ class StoredParams:
     # ---------------------------------------------------------------- uses
 
     def use(self, stored: Sequence[Stored], stack: ExitStack) -> None:
-        """Have these here until the stack closes; what autograd saves of them costs nothing."""
+        """Keep these parameters here until the stack closes. What autograd saves of them takes no memory."""
         for s in stored:
             s.users += 1
             self._idle.pop(s, None)
@@ -115,7 +129,7 @@ class StoredParams:
     def call(self, used: list[StoredParameter], run: Callable[[], object], func: object) -> object:
         stored = [self._of[p] for p in used]
         if self._is_showing and func is Tensor.detach:
-            stored[0].was_written = True  # who has a state dict can write into it
+            stored[0].was_written = True  # the holder of a state dict may write into it
             return self.shown(stored[0])
         with ExitStack() as stack:
             self.use(stored, stack)
@@ -126,7 +140,7 @@ class StoredParams:
         return result
 
     def replace(self, param: StoredParameter, values: Tensor) -> None:
-        """`p.data = values`: written into the parameter, which keeps its storage."""
+        """`p.data = values`: copies the values into the parameter, which keeps its storage."""
         s = self._of[param]
         there, here = ((x.shape, x.dtype, x.device) for x in (values, param))
         if there != here:
@@ -164,7 +178,7 @@ class StoredParams:
     # ---------------------------------------------------------------- to the device and away
 
     def bring(self, wanted: Sequence[Stored]) -> None:
-        """Those that are away; what nobody uses goes first, what came next the last time is read ahead."""
+        """Bring the parameters that are away, after emptying those that are not in use."""
         missing = tuple(dict.fromkeys(s for s in wanted if not s.is_here))
         if not missing:
             return
@@ -178,7 +192,7 @@ class StoredParams:
                 self._idle[s] = None
 
     def give_back(self, but: Sequence[Stored] = ()) -> None:
-        """Empty what nobody uses; what was written goes to the store first."""
+        """Empty the storages that are not in use, after storing what was written into them."""
         for s in [s for s in self._idle if s not in but and not self._is_lost]:
             if not s.may_leave or torch._C._storage_Use_Count(s.storage._cdata) > self._alone:
                 continue
@@ -195,7 +209,7 @@ class StoredParams:
             )
 
     def _keep(self, s: Stored) -> None:
-        """What others have written into a parameter, to the store."""
+        """Store what other code has written into a parameter."""
         if s.param.untyped_storage()._cdata != s.storage._cdata:
             raise RuntimeError(f"{s.name} was given another storage below Offload; write into it with copy_ instead")
         if s.is_seen and s.param._version == s.version:
@@ -204,7 +218,7 @@ class StoredParams:
         s.was_written, s.version = True, s.param._version
 
     def _leave(self, device: torch.device | None) -> None:
-        """All to the store; then the parameters, which nothing can stop any more, become offloaded ones."""
+        """Store all values first, which may fail; then turn the parameters into offloaded ones, which cannot."""
         for s in self.all:
             if not s.param.is_meta:
                 self._reader.write(s)
@@ -222,7 +236,7 @@ class StoredParams:
             self.give_back()
 
     def _check_filled(self) -> None:
-        """Raise ValueError where one has got no first value."""
+        """Raise ValueError if `fill` has left a parameter without values."""
         self.sync()
         for s in self.all:
             if s.is_empty and not s.was_written and s.nbytes:
@@ -232,7 +246,7 @@ class StoredParams:
     # ---------------------------------------------------------------- between the step and the rest
 
     def extents(self, pieces: Sequence[Piece]) -> list[Extent]:
-        """Where the pieces of parameters lie, in whole pages."""
+        """The pieces' places in the store, in whole pages."""
         found = []
         for piece in pieces:
             s = self.all[piece.param]
@@ -241,7 +255,7 @@ class StoredParams:
         return found
 
     def sync(self) -> None:
-        """The store holds what the parameters hold; nothing that was read ahead is kept."""
+        """Bring the store up to date with the parameters, and drop what was read ahead."""
         with plain():
             self._reader.forget()
             for s in self._here:
@@ -250,7 +264,7 @@ class StoredParams:
             self._lender.settle()
 
     def stepped(self, params: Sequence[int]) -> None:
-        """The store has new values of these: parameters that are here take them."""
+        """A step has changed these parameters in the store: those that are here are read again."""
         with plain():
             for k in params:
                 s = self.all[k]
@@ -260,20 +274,20 @@ class StoredParams:
                     s.version = s.param._version
 
     def shown(self, s: Stored) -> Tensor:
-        """The values as the store's own bytes, in the parameter's shape, on the host."""
+        """The values in the parameter's shape, as a view of the store."""
         self._refuse_lost(s)
         p = s.param
         held = self.store.view(s.home.offset, s.nbytes) if s.nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.as_strided(held.view(p.dtype), p.shape, p.stride())
 
     def show(self, is_showing: bool) -> None:
-        """While a state dict is made, `p.detach()` is a view of the store: nothing has to come."""
+        """While a state dict is made, `p.detach()` gives a view of the store, so that nothing has to be brought."""
         if is_showing and not self._is_showing:
             self.sync()
         self._is_showing = is_showing
 
     def close(self, *, bring_back: bool) -> None:
-        """Bring everything back for good, which needs the room for it; or never again."""
+        """Bring all parameters back for good, if the device has room; or, without bring_back, make them unusable."""
         with plain():
             self.sync()
             self._is_lost = not bring_back
@@ -287,10 +301,10 @@ class StoredParams:
 
 
 class Blocks:
-    """Each module has its own parameters during its forward: hooks on those that have any; `close` removes them.
+    """Hooks that bring each module's own parameters during its forward. `close` removes them.
 
-    Backward needs none: autograd asks for what it saved. A module whose forward is called directly, or whose parameter
-    another module uses, finds it as well, function by function.
+    Backward needs no hooks: autograd asks for what it saved. If forward is called directly, or another module uses the
+    parameter, it is brought function by function.
     """
 
     def __init__(self, model: nn.Module, params: StoredParams):
@@ -303,7 +317,7 @@ class Blocks:
 
     def _attach(self, module: nn.Module) -> None:
         def before(called: nn.Module, args: object) -> None:
-            if called is module:  # a deep copy of the model has these hooks, too
+            if called is module:  # a deep copy of the model has these hooks too
                 self._entered.append((module, stack := ExitStack()))
                 self._params.use(self._params.of(module), stack)
 
@@ -325,20 +339,20 @@ class Blocks:
         ]
 
     def close(self) -> None:
-        """Leave the modules as they were found."""
+        """Remove the hooks from the modules."""
         for handle in self._handles:
             handle.remove()
 
 
 def _own_memory(params: Sequence[Tensor]) -> None:
-    """Copy what lies in mapped files or numpy's memory: storages that cannot be emptied."""
+    """Copy parameters in mapped files or numpy's memory: such storages cannot be emptied."""
     for p in params:
         if not p.is_meta and not p.untyped_storage().resizable():
             p.data = p.data.clone()
 
 
 def vacate(p: Tensor, device: torch.device) -> None:
-    """A parameter of this device, without memory. It stays the same object, on whatever device it was."""
+    """Put a parameter onto a device without memory for its values. It stays the same object."""
     hollow = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=device)
     hollow.untyped_storage().resize_(0)
     if p.is_meta:
@@ -348,7 +362,7 @@ def vacate(p: Tensor, device: torch.device) -> None:
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """To the device that computes; those that have no values stay as they are, for `fill`."""
+    """Move buffers to the computing device. Those on "meta" stay for `fill`."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for name, x in module._buffers.items():

@@ -1,4 +1,4 @@
-"""Copies between a device and host memory, on streams of their own beside its computing."""
+"""Copies between a device and host memory on separate streams, overlapped with computing."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor
 
 
 class Moment(Protocol):
-    """A point in what a device has been given to do."""
+    """A point in a device's queue of work."""
 
     def is_over(self) -> bool:
         """Whether the device has passed it."""
 
     def wait(self) -> None:
-        """The host waits for it."""
+        """Make the host wait for it."""
 
     def hold(self) -> None:
-        """What the device is given to compute from here on waits for it; the host does not."""
+        """Make later work of the device wait for it; the host goes on."""
 
 
 class Streams(Protocol):
-    """One stream for copies to the device, one for those from it; each does its copies in order."""
+    """One stream for copies to the device, and one for copies from it. Each copies in order."""
 
     def mark(self) -> Moment:
-        """Over once the device has computed all that it was given so far."""
+        """The moment at which the device has finished all work queued so far."""
 
     def copy(self, source: Tensor, into: Tensor, after: Sequence[Moment]) -> Moment:
-        """Begin a copy that waits for `after`. The caller keeps both tensors until it is over."""
+        """Begin a copy that waits for `after`. The caller must keep both tensors alive until it is over."""
 
 
 class _Event:
@@ -47,7 +47,7 @@ class _Event:
 
 
 class DeviceStreams:
-    """`Streams` of CUDA, and of what else torch has streams for."""
+    """`Streams` for CUDA and any other device with torch streams."""
 
     def __init__(self, device: torch.device):
         self.device, self._module = device, torch.get_device_module(device)
@@ -71,5 +71,5 @@ class DeviceStreams:
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """None: what lies in host memory, or nowhere yet, needs no copies."""
+    """The streams of a device; None for the host and for "meta", which need no copies."""
     return None if device.type in ("cpu", "meta") else DeviceStreams(device)

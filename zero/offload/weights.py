@@ -1,4 +1,4 @@
-"""Where a step finds the values of parameters, and leaves the new ones: in the parameters, or in a store."""
+"""Where a step finds the parameters' values and puts the new ones: in the parameters, or in a store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .streams import Moment, Streams
 class ResidentWeights:
     """Parameters keep their values.
 
-    Where a step is taken on the host and they lie on a device, new values go there while the next chunk is stepped.
+    If they are on a device and the step runs on the host, new values are copied there during the next chunk's step.
     """
 
     def __init__(self, params: Sequence[Tensor], places: Sequence[Place], stores: Stores):
@@ -37,18 +37,21 @@ class ResidentWeights:
         return sum(padded(x.numel() * x.element_size()) for x in held)
 
     def begin(self) -> None:
-        """What the device was given before reads the former values."""
+        """Mark the work queued on the device, which still reads the old values."""
         self._read = {streams: streams.mark() for streams in self._streams.values() if streams is not None}
 
     def ahead(self, chunk: Chunk) -> None:
-        """They are there."""
+        """Nothing to fetch: values are in the parameters."""
 
     def of(self, chunk: Chunk) -> Mapping[Piece, Tensor]:
-        """Each piece's elements where they lie; a whole parameter keeps its shape."""
+        """Each piece's elements, in place; a whole parameter keeps its shape."""
         return {piece: elements(self.params[piece.param], piece) for piece in chunk.pieces}
 
     def done(self, chunk: Chunk, masters: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """What has no master was changed in place. masters: (elements of `of`, their new values)."""
+        """Take the new values of a chunk. masters: pairs of elements from `of` and their new values.
+
+        Parameters without a master were changed in place.
+        """
         streams = self._streams[chunk]
         if streams is None or self._buffers is None:
             return round_into(masters)
@@ -59,18 +62,18 @@ class ResidentWeights:
             self._buffers.used_until(self._written[streams])
 
     def end(self, stepped: Sequence[int]) -> None:
-        """A step has changed these parameters."""
+        """End a step that has changed these parameters."""
         for moment in self._written.values():
             moment.hold()
         for k in stepped:
             self._versions[k] = self.params[k]._version
 
     def is_changed(self, param: int) -> bool:
-        """Whether others have written into it since its last step."""
+        """Whether other code has written into the parameter since its last step."""
         return self.params[param]._version != self._versions[param]
 
     def values(self, param: int) -> Tensor:
-        """Of a whole parameter, between steps."""
+        """The values of a whole parameter, between steps."""
         return self.params[param].detach()
 
     def close(self, *, bring_back: bool) -> None:
@@ -78,10 +81,10 @@ class ResidentWeights:
 
 
 class StoredWeights:
-    """Parameters are away, in a store, and a step changes them there.
+    """Parameters are in a store, and a step changes them there.
 
-    has: whether a parameter has a gradient. is_master: whether the step works on the values themselves, which must be
-    read; where it works on masters, values are written alone.
+    `has` tells whether a parameter has a gradient. `is_master` tells whether the step works on the values themselves,
+    which must be read then; if it works on masters, values are only written.
     """
 
     def __init__(self, params: StoredParams, has: Callable[[int], bool], is_master: Sequence[bool]):
@@ -100,7 +103,7 @@ class StoredWeights:
             self._ahead[chunk] = pieces, self.params.store.read(self.params.extents(pieces), fresh=fresh)
 
     def of(self, chunk: Chunk) -> Mapping[Piece, Tensor]:
-        """As `ResidentWeights.of`, of those that have a gradient, until `done`."""
+        """As `ResidentWeights.of`, for parameters with a gradient; valid until `done`."""
         self.ahead(chunk)
         pieces, self._now = self._ahead.pop(chunk)
         return {piece: self._shaped(piece, held) for piece, held in zip(pieces, self._now.wait(), strict=True)}
@@ -128,12 +131,12 @@ class StoredWeights:
         return self.params.shown(self.params.all[param])
 
     def close(self, *, bring_back: bool) -> None:
-        """Parameters come back for good, or never."""
+        """Bring the parameters back for good, or make them unusable."""
         self.params.close(bring_back=bring_back)
 
 
 def round_into(masters: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Elements ← their masters."""
+    """Round masters into elements: pairs of elements and new values."""
     for weight, master in masters:
         weight.copy_(master)
 
@@ -146,7 +149,7 @@ def elements(p: Tensor, piece: Piece) -> Tensor:
 
 @torch.no_grad()
 def take_masters(params: Sequence[Tensor], places: Sequence[Place]) -> None:
-    """The parameters as they are become the masters, where there are any."""
+    """Copy the parameters' values into their masters, if they have any."""
     for place in (place for place in places if MASTER in place.layout.fields):
         for chunk in place.layout.chunks:
             lease = place.store.read(place.layout.extents(chunk, [MASTER]), fresh=True)
