@@ -98,7 +98,7 @@ def test_how_layers_are_shared_out() -> None:
     assert blocks == [1, 1]
     sizes = [sum(p.numel() for p in model.stages([part])[0].parameters()) for part in model.cut(2)]
     assert max(sizes) < 0.65 * sum(sizes)
-    with pytest.raises(ValueError, match="fits none of the layers: Embedding, Positions, Block, LayerNorm"):
+    with pytest.raises(ValueError, match="matches none of the layers: Embedding, Positions, Block, LayerNorm"):
         model.cut(2, "type:attention")
     with pytest.raises(ValueError, match="partition_method must be"):
         model.cut(2, "weight")
@@ -125,7 +125,7 @@ def test_lists_that_make_no_model_are_refused() -> None:
             PipelineModule(layers, loss_fn=torch.nn.functional.mse_loss)
     with pytest.raises(TypeError, match="takes a class"):
         LayerSpec(layer)
-    with pytest.raises(ValueError, match="must not hold a dot"):
+    with pytest.raises(ValueError, match="must not contain a dot"):
         TiedLayerSpec("a.b", nn.Linear, 2, 2)
     with pytest.raises(ValueError, match="pass example="):
         PipelineModule([layer], loss_fn=torch.nn.functional.mse_loss, partition_method="time")
@@ -134,13 +134,13 @@ def test_lists_that_make_no_model_are_refused() -> None:
 @pytest.mark.parametrize(
     ("stages", "block", "micro_batches", "zero_stage", "says"),
     [
-        (2, {"schedule": "1f1b"}, 1, 0, "at least as many as there are stages, 2"),
+        (2, {"schedule": "1f1b"}, 1, 0, "at least one for each of the 2 stages"),
         (2, {"schedule": "1f1b", "chunks": 2}, 4, 0, "has one stage on each rank"),
         (2, {"schedule": "zbv", "chunks": 3}, 4, 0, "has two stages on each rank"),
         (2, {"schedule": "zbv"}, 4, 1, "FSDP2 cannot shard"),
         (2, {"schedule": "zero-bubble"}, 4, 3, "use stage 2"),
         (2, {"partition": "time"}, 2, 0, "pass example=, the inputs of a micro-batch, to PipelineModule"),
-        (4, {"schedule": "interleaved", "chunks": 3}, 4, 0, "6 layers cannot be shared out among 12 stages"),
+        (4, {"schedule": "interleaved", "chunks": 3}, 4, 0, "6 layers cannot be divided among 12 stages"),
         (2, {"schedule": "interleaved"}, 5, 0, "a multiple of 2"),
         (2, {"partition": "weight"}, 4, 0, "partition_method must be"),
     ],

@@ -9,9 +9,9 @@
         (loss_of(model, batch) / len(micro_batches)).backward()
     optimizer.step()
 
-FSDP2 averages gradients over the shards of a replica, in full precision, and leaves on each rank the mean over its node
-for its own shard; it knows nothing of other replicas. The optimizer works on that shard, where it lies, and does all
-traffic between replicas. Rests on torch.distributed.fsdp and `grid.py`.
+FSDP2 averages gradients over the shards of a replica, in full precision, and leaves on each rank the node's mean for
+its own shard; it does not know other replicas. The optimizer works on that shard in place, and does all traffic between
+replicas. Built on torch.distributed.fsdp and `grid.py`.
 
 What each stage holds on a rank, of a model of P parameters over S shards, and what its node's network carries for a
 step of k micro-batches:
@@ -57,18 +57,30 @@ def shard(
     ratio: float = 1.0,
     pin_memory: bool = True,
 ) -> nn.Module:
-    """Shard a model over the grid's shard axis, in place, and return it. All ranks, before its optimizer is made.
+    """Shard a model over the grid's shard axis, in place. All ranks call it, before the optimizer is made.
 
-    stage: 1, 2 or 3; see the module docstring. dtype: compute in it (torch.bfloat16, torch.float16); the parameters
-    are float32 masters, which those of another dtype become, and gradients are reduced in float32. What requires no
-    gradient keeps its dtype: the base under LoRA adapters takes what its files do. blocks: modules
-    that are gathered one at a time (default: `blocks_of`); what is in none of them is gathered with the root.
-    offload: shards, their gradients and the optimizer's state live in host memory, where the optimizer steps on
-    them; the grid needs a backend for host tensors. ratio: those of the last blocks and the root alone, which have this
-    share of the model's elements or more; the others stay on the device. pin_memory: page-locked, where there is CUDA.
+    Parameters become DTensors: a rank holds the rows of its shard, or none if a parameter has fewer rows than there are
+    shards.
 
-    Parameters become DTensors: a rank holds the rows of its shard, or none where a parameter has fewer rows than there
-    are shards. Raises ValueError for another stage.
+    Args:
+        model: The model, the same on all ranks.
+        grid: The grid of ranks, from `onebit.zero.grid.start`.
+        stage: The ZeRO stage: 1, 2 or 3; see the module docstring.
+        dtype: The dtype to compute in (torch.bfloat16, torch.float16). Trained parameters then become float32 masters,
+            and gradients are reduced in float32; frozen parameters keep their dtype. None (default) for no change.
+        blocks: Modules that are gathered one at a time; everything else is gathered with the root. None (default) for
+            `blocks_of`.
+        offload: Whether shards, gradients and optimizer state are in host memory, where the optimizer updates them;
+            False by default. The grid needs a backend for host tensors.
+        ratio: With offload, the share of the model's elements to keep in host memory, at least: those of the root and
+            of the last blocks. 1 by default.
+        pin_memory: Whether offloaded memory is page-locked if there is CUDA; True by default.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: The stage is not 1, 2 or 3.
     """
     if stage not in STAGES:
         raise ValueError(
@@ -76,7 +88,7 @@ def shard(
         )
     for p in model.parameters() if dtype is not None else ():
         if p.is_floating_point() and p.requires_grad:
-            p.data = p.data.float()  # no optimizer knows them yet: FSDP2 replaces them in any case
+            p.data = p.data.float()  # safe: no optimizer holds them yet, and FSDP2 replaces them anyway
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     options: dict[str, Any] = {"mesh": grid.mesh["shard"], "mp_policy": policy}
     modules = [model, *(blocks_of(model) if blocks is None else blocks)]
@@ -87,7 +99,7 @@ def shard(
         policies = [away if k == 0 or k > near else policy for k, policy in enumerate(policies)]
     for block, offloaded in zip(modules[1:], policies[1:], strict=True):
         fully_shard(block, reshard_after_forward=stage == 3, offload_policy=offloaded, **options)
-    # The root is never resharded after its forward pass: backward begins with it. At stage 3 that is FSDP2's default.
+    # Never reshard the root after its forward pass: backward begins with it. At stage 3 that is FSDP2's default.
     fully_shard(model, reshard_after_forward=None if stage == 3 else False, offload_policy=policies[0], **options)
     count_passes(model, modules)
     if grid.shape.size("shard") > 1:
@@ -97,23 +109,23 @@ def shard(
 
 
 def _kept_blocks(modules: Sequence[nn.Module], ratio: float) -> int:
-    """How many of the first blocks stay on the device. modules: the root, then the blocks."""
+    """How many of the first blocks stay on the device. modules: the root, followed by the blocks."""
     model, *blocks = modules
     numels = [sum(p.numel() for p in block.parameters()) for block in blocks]
     return min(len(blocks), kept([*numels, sum(p.numel() for p in model.parameters()) - sum(numels)], ratio))
 
 
 def bring_near(model: nn.Module, device: torch.device) -> None:
-    """What was filled in host memory, of blocks whose shards are not offloaded, to the device that computes."""
+    """Move blocks that were filled in host memory, but are not offloaded, to the computing device."""
     for module in model.modules():
         if any(not isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups_of(module)):
             module._apply(lambda x: x.to(device))
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model, as far as it says so: the elements of its outermost ModuleLists and Sequentials.
+    """The layers of a model: the elements of its outermost ModuleLists and Sequentials.
 
-    Those that hold parameters, and no parameter that another of them shares: tied weights belong to the root.
+    Only those with parameters, none of which is used elsewhere: tied weights belong to the root.
     """
     found = [block for block in _elements(model) if any(True for _ in block.parameters())]
     inside = {module for block in found for module in block.modules()}
@@ -131,12 +143,16 @@ def _elements(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def begin_micro_batch(model: nn.Module, stage: int, *, is_last: bool) -> None:
-    """Say before each forward pass whether its gradients complete the step's. Not needed where a step has one.
+    """Tell FSDP2 before each forward pass whether it is the last of the step. Not needed if a step has only one.
 
-    Stage 1: gradients add up unsharded, and are reduced with the last micro-batch. Stages 2 and 3: they are reduced
-    each time. Stages 1 and 2 keep the gathered parameters until the last backward pass is over: until then
-    model.parameters() are these, not the optimizer's. At stage 1 an optimizer's zero_grad() does not reach what has
-    added up; the model's does.
+    At stage 1 gradients add up unsharded, and are reduced with the last micro-batch; at stages 2 and 3 with each.
+    Stages 1 and 2 keep the gathered parameters until the last backward pass: until then model.parameters() are these,
+    not the optimizer's. At stage 1 an optimizer's zero_grad() does not clear what has added up; model.zero_grad() does.
+
+    Args:
+        model: A model that `shard` has sharded.
+        stage: Its stage.
+        is_last: Whether this is the step's last micro-batch.
     """
     root = _root(model)
     root.set_requires_gradient_sync(is_last or stage != 1)
@@ -145,9 +161,9 @@ def begin_micro_batch(model: nn.Module, stage: int, *, is_last: bool) -> None:
 
 
 def reduce_each(model: nn.Module, stage: int) -> None:
-    """Stages 2 and 3, where forward passes of other micro-batches come in between (a pipeline): reduce with each.
+    """Reduce gradients with each micro-batch, at stages 2 and 3, if other forward passes come in between (a pipeline).
 
-    After the last micro-batch call `reshard`: stage 2 keeps the gathered parameters until then.
+    Call `reshard` after the last micro-batch: stage 2 keeps the gathered parameters until then.
     """
     root = _root(model)
     root.set_requires_gradient_sync(True)
@@ -156,9 +172,9 @@ def reduce_each(model: nn.Module, stage: int) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of gathered parameters: after a forward pass that no backward pass follows, as in an evaluation.
+    """Free gathered parameters after a forward pass without a backward pass, as in an evaluation.
 
-    Before anything else changes them or reads model.parameters(): `optimizer.sync()`, loading, saving.
+    Call it before anything changes the parameters or reads model.parameters(): `optimizer.sync()`, loading, saving.
     """
     sharded = [m for part in (model, *getattr(model, "parts", ())) for m in part.modules() if isinstance(m, FSDPModule)]
     if not sharded:
@@ -168,9 +184,9 @@ def reshard(model: nn.Module) -> None:
 
 
 def zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
-    """Drop all gradients of a sharded model, those that have not been reduced too. `shard` makes it model.zero_grad.
+    """Drop all gradients of a sharded model, also those not reduced yet. `shard` makes it model.zero_grad.
 
-    torch's sees either the gathered parameters or the sharded ones, whichever are in the model now.
+    torch's own sees only the gathered or only the sharded parameters, whichever are in the model at the time.
     """
     drop_unreduced(model)
     for p in _parameters(model):
@@ -178,7 +194,7 @@ def zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
 
 
 def drop_unreduced(model: nn.Module) -> None:
-    """Drop what micro-batches have left and FSDP2 has not reduced: what an optimizer's zero_grad() does not reach."""
+    """Drop gradients that FSDP2 has not reduced yet, which an optimizer's zero_grad() does not reach."""
     forget_uses(model)
     for p in _parameters(model):
         p.unsharded_accumulated_grad = None
@@ -187,12 +203,12 @@ def drop_unreduced(model: nn.Module) -> None:
 
 
 def sharded_of(model: nn.Module, p: Tensor) -> Tensor:
-    """The shard of a parameter that FSDP2 has gathered, or what was given."""
+    """The shard of a parameter that FSDP2 has gathered; any other parameter itself."""
     return next((own.sharded_param for own in _parameters(model) if getattr(own, "_unsharded_param", None) is p), p)
 
 
 def _parameters(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's own records of the parameters: it has no other name for gradients that are not reduced."""
+    """FSDP2's own records of the parameters, the only way to gradients that are not reduced yet."""
     for module in model.modules():
         for group in groups_of(module):
             yield from group.fsdp_params

@@ -1,4 +1,4 @@
-"""What to train, given before sharding, found again after it: FSDP2 puts new parameters in the place of the old."""
+"""Finds parameters that were given before sharding again afterwards: FSDP2 replaces them by new ones."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ Groups = Callable[[nn.Module], ParamsT]
 
 
 def trained(model: nn.Module) -> Iterable[Tensor]:
-    """All that requires gradients."""
+    """All parameters that require gradients."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def remembered(model: nn.Module, given: ParamsT) -> Groups:
-    """A function that gives, of the sharded model, what was given of the plain one, by the parameters' names.
+    """A function that finds given parameters in the sharded model by their names. Call it before sharding.
 
-    A parameter that the sharded one does not have is left out: a pipeline's stage has some layers. given: parameters,
-    (name, parameter) pairs, or groups of either (dicts with "params"), as torch's optimizers take them. Call it before
-    the model is sharded. Raises ValueError where a parameter is not of this model, TypeError on anything else.
+    Parameters that the sharded model does not have are left out, since a pipeline stage has only some layers.
+
+    Args:
+        model: The model before sharding.
+        given: Parameters, (name, parameter) pairs, or groups of either (dicts with "params"), as in torch's optimizers.
+
+    Raises:
+        ValueError: A parameter is not of this model.
+        TypeError: `given` holds something else.
     """
     names: dict[int, str] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -37,15 +43,15 @@ def remembered(model: nn.Module, given: ParamsT) -> Groups:
 
 
 class _Name(str):
-    """Of a parameter, in whose place it stands."""
+    """The name of a parameter, in its place."""
 
 
 def _marked(item: object, names: Mapping[int, str]) -> object:
     if isinstance(item, Tensor):
         if id(item) not in names:
             raise ValueError(
-                f"model_parameters holds a tensor of shape {tuple(item.shape)} that is no parameter of the model; give "
-                "parameters of the model as it is passed, or a function of the sharded model"
+                f"model_parameters holds a tensor of shape {tuple(item.shape)} that is no parameter of the model; pass "
+                "parameters of the model that you pass, or a function of the sharded model"
             )
         return _Name(names[id(item)])
     if isinstance(item, Mapping):

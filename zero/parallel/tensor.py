@@ -6,13 +6,12 @@
     groups = {"transport": grid.transport, "model_parallel_group": grid.model_parallel_group}
     optimizer = onebit.OnebitAdam(model.parameters(), **groups)
 
-A plan says by name what becomes of which modules; the styles are those of torch.distributed.tensor.parallel, with
-`split_sequence` and `join_sequence` for the two ends of a stretch whose norms are sequence-parallel. Parameters that a
-style takes become DTensors over the tensor axis, cut or held alike; all others stay plain, held alike. The ranks of one
-tensor group read the same batches, and step with the same bits, each over its own replica transport
-(`onebit.model_parallel_group`).
+A plan gives styles to modules by name. The styles are those of torch.distributed.tensor.parallel, and `split_sequence`
+and `join_sequence` at the two ends of a stretch with sequence-parallel norms. Parameters under a style become DTensors
+over the tensor axis, divided or replicated; all others stay plain and are replicated. The ranks of a tensor group read
+the same batches and step with the same bits, each over its own replica transport (`onebit.model_parallel_group`).
 
-Traffic is torch's, in the dtype computed in: for a column-wise and a row-wise layer one all-gather and one
+Traffic is torch's, in the computing dtype: for a column-wise and a row-wise layer together one all-gather and one
 reduce-scatter of the activations in forward, and the same in backward.
 """
 
@@ -40,22 +39,31 @@ from torch.distributed.tensor.parallel import (
 from ...agreement.replicas import make_equal
 from ..grid import Grid
 
-# Patterns of module names to styles. "layers.*.up": part by part, as fnmatch has it, so that * is one part.
+# From patterns of module names to styles. The parts between dots are matched by fnmatch, so * matches one part.
 Plan: TypeAlias = Mapping[str, ParallelStyle]
 
 _WHOLE, _ALIKE = "leave it as it is", "hold it alike"
 
 
 def parallelize(model: nn.Module, grid: Grid, plan: Plan, *, is_stage: bool = False) -> nn.Module:
-    """Divide a model's layers among the ranks of the grid's tensor axis, in place, and return it. All ranks.
+    """Divide a model's layers among the ranks of the grid's tensor axis, in place. All ranks call it.
 
-    Before `fsdp.shard` and before the optimizer is made. The values of the axis's first rank are taken by all. Modules
-    that share a parameter share it still. With one rank on the axis the plan is checked, and the model stays as it is.
-    is_stage: the model is a pipeline stage: patterns may speak of modules that other stages hold.
+    Call it before `fsdp.shard` and before the optimizer is made. All ranks get the values of the axis's first rank.
+    Modules that share a parameter still share it. With one rank on the axis the plan is only checked.
 
-    Raises ValueError, before anything is changed, where a pattern matches no module, a style cannot be had of a module,
-    a dimension does not divide by the ranks, two styles would place the parameters of one module, modules that share a
-    parameter would place it differently, or a parameter is a DTensor already.
+    Args:
+        model: The model, the same on all ranks.
+        grid: The grid of ranks, from `onebit.zero.grid.start`.
+        plan: From patterns of module names to styles, as {"layers.*.up": ColwiseParallel()}.
+        is_stage: Whether the model is a pipeline stage, so that patterns may name modules of other stages; False by
+            default.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: Before anything is changed: a pattern matches no module, a style does not fit a module, the ranks do
+            not divide a dimension, styles contradict each other for one parameter, or a parameter is a DTensor already.
     """
     ranks = grid.shape.size("tensor")
     found = resolve(model, plan, ranks, is_stage=is_stage)
@@ -67,13 +75,13 @@ def parallelize(model: nn.Module, grid: Grid, plan: Plan, *, is_stage: bool = Fa
     ties = [places for places in _holders(model).values() if len(places) > 1]
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
     for _, module, style in found:
-        # None: the values are the same on all ranks, and nothing needs to be sent.
+        # src_data_rank=None: the values are the same on all ranks, so torch must not send them again.
         parallelize_module(module, mesh, style, src_data_rank=None)
     for (_, first, its_name), *others in ties:
         for _, module, name in others:
             module.register_parameter(name, first._parameters[its_name])
     for name, p in model.named_parameters(remove_duplicate=False):
-        p.requires_grad_(trained[name])  # SequenceParallel makes new ones
+        p.requires_grad_(trained[name])  # SequenceParallel makes new parameters, which require gradients
     for p in model.parameters():
         if isinstance(p, DTensor) and p.requires_grad:
             _place_gradients(p)
@@ -83,9 +91,10 @@ def parallelize(model: nn.Module, grid: Grid, plan: Plan, *, is_stage: bool = Fa
 def resolve(
     model: nn.Module, plan: Plan, ranks: int, *, is_stage: bool = False
 ) -> list[tuple[str, nn.Module, ParallelStyle]]:
-    """The modules that a plan speaks of, with their names and styles, in the plan's order; changes nothing.
+    """The modules that a plan names, with their names and styles, in the plan's order. Changes nothing.
 
-    Raises ValueError as `parallelize` does, which see.
+    Raises:
+        ValueError: As `parallelize`.
     """
     modules = list(model.named_modules())
     found = []
@@ -103,7 +112,7 @@ def resolve(
     for name, module, style in found:
         for holder, p_name, placement in _placements(name, module, style, ranks):
             if (holder, p_name) in placements:
-                raise ValueError(f"two patterns of the tensor plan place the parameters of {name!r}; leave one of them")
+                raise ValueError(f"two patterns of the tensor plan place the parameters of {name!r}; remove one")
             placements[holder, p_name] = placement
     for places in _holders(model).values():
         said = [(name, placements.get((module, p_name), _WHOLE)) for name, module, p_name in places]
@@ -122,7 +131,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _holders(model: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module, str]]]:
-    """Each parameter's places: (full name, module, name in the module)."""
+    """The places of each parameter: (full name, module, name in the module)."""
     holders: dict[Tensor, list[tuple[str, nn.Module, str]]] = {}
     for prefix, module in model.named_modules():
         for name, p in module._parameters.items():
@@ -132,7 +141,11 @@ def _holders(model: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module, str]]]
 
 
 def _placements(name: str, module: nn.Module, style: ParallelStyle, ranks: int) -> Iterator[tuple[nn.Module, str, str]]:
-    """(module, parameter, what the style does with it), for all that it takes. Raises ValueError where it cannot."""
+    """(module, parameter, what the style does with it) for each parameter that the style changes.
+
+    Raises:
+        ValueError: The style does not fit the module, or the ranks do not divide a dimension.
+    """
     if isinstance(style, _LEAVES_PARAMETERS):
         return
     if isinstance(style, ColwiseParallel | RowwiseParallel):
@@ -160,7 +173,7 @@ def _placements(name: str, module: nn.Module, style: ParallelStyle, ranks: int) 
 
 
 def _dims(module: nn.Module, style: ParallelStyle) -> dict[str, int | None] | None:
-    """Along which dimension each parameter is cut (None: held alike); None where the style does not know the module."""
+    """The dimension along which each parameter is divided (None: replicated); None if the style does not fit."""
     by_column = isinstance(style, ColwiseParallel)
     if isinstance(module, nn.Linear):
         return {"weight": 0, "bias": 0} if by_column else {"weight": 1, "bias": None}
@@ -172,8 +185,8 @@ def _dims(module: nn.Module, style: ParallelStyle) -> dict[str, int | None] | No
 def _place_gradients(p: DTensor) -> None:
     """Give each gradient of p the placements of p before it is added up.
 
-    What ranks hold alike and use on parts of a sequence (norms, a row-wise bias) gets a Partial gradient: one
-    all-reduce of it over the tensor axis per backward pass. FSDP2 does the same itself, and has parameters of its own.
+    Replicated parameters that are used on parts of a sequence (norms, a row-wise bias) get a Partial gradient, which is
+    all-reduced over the tensor axis once per backward pass. FSDP2, with its own parameters, does this itself.
     """
     placements = p.placements
     p.register_hook(lambda g: g if g.placements == placements else g.redistribute(placements=placements))
@@ -183,24 +196,24 @@ def _place_gradients(p: DTensor) -> None:
 
 
 def split_sequence(dim: int = 1) -> ParallelStyle:
-    """The module's first input is whole and alike on all tensor ranks; it gets this rank's part of it along dim.
+    """A style that splits a module's first input along `dim`: whole on all tensor ranks before, a part on each after.
 
-    A forward pass raises ValueError where the ranks do not divide the dimension: torch would not notice. Backward
-    gathers the gradient: what comes before gets the same bits on all ranks.
+    A forward pass raises ValueError if the ranks do not divide the dimension, which torch would not notice. Backward
+    gathers the gradient, so earlier layers get the same bits on all ranks.
     """
     return _Rearranged(Replicate(), Shard(dim))
 
 
 def join_sequence(dim: int = 1) -> ParallelStyle:
-    """The module's first input is this rank's part along dim; it gets the whole, alike on all tensor ranks.
+    """A style that joins the parts of a module's first input along `dim`: a part on each rank before, whole after.
 
-    From here on the ranks do the same work; backward takes from it, on each rank, the part that it gave.
+    Later layers do the same work on all ranks. Backward gives each rank the gradient of its part.
     """
     return _Rearranged(Shard(dim), Replicate())
 
 
 class _Rearranged(ParallelStyle):
-    """Torch's PrepareModuleInput for the first of any number of inputs, which comes and goes as a plain tensor."""
+    """torch's PrepareModuleInput for the first of any number of inputs, which stays a plain tensor."""
 
     def __init__(self, given: Shard | Replicate, wanted: Shard | Replicate):
         self._given, self._wanted = given, wanted
@@ -221,9 +234,9 @@ class _Rearranged(ParallelStyle):
 
 
 def splits_sequence(plan: Plan) -> bool:
-    """Whether between the ends of a plan each tensor rank holds a part of the sequence."""
+    """Whether a plan makes each tensor rank hold a part of the sequence."""
     return any(isinstance(style, _Rearranged) and isinstance(style._wanted, Shard) for style in plan.values())
 
 
-# Styles that leave a module's parameters as they are.
+# Styles that do not change a module's parameters.
 _LEAVES_PARAMETERS = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput, _Rearranged)

@@ -1,4 +1,5 @@
 """Pipeline stages.
 
-`layers.py` describes a model, `run.py` runs it, `wire.py` says what stages send each other.
+`layers.py` describes a model, `split.py` cuts a plain module, `run.py` runs the stages, `wire.py` compresses what they
+send each other.
 """

@@ -1,4 +1,4 @@
-"""A model as a list of layers, which a pipeline cuts into stages: what DeepSpeed's users write.
+"""A model as a list of layers, which a pipeline cuts into stages; the classes that DeepSpeed's users know.
 
     net = PipelineModule(
         [TiedLayerSpec("bytes", nn.Embedding, 256, 512),
@@ -8,9 +8,9 @@
         loss_fn=next_byte_loss,
     )
 
-A rank builds the layers of its own stages and no others. Parameters are named after the place of their layer in the
-list ("layers.3.weight") or the key they are tied by ("tied.bytes.weight"), and start with values that depend on that
-place alone: neither depends on how many stages there are. `run.py` runs the stages.
+A rank builds only the layers of its own stages. Parameters are named after their layer's place in the list
+("layers.3.weight") or the key of a tie ("tied.bytes.weight"), and their initial values depend only on that place. So
+neither depends on the number of stages. `run.py` runs the stages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,16 @@ Loss = Callable[[object, object], Tensor]
 
 
 class LayerSpec:
-    """A layer that is built where it is needed. typename: its class, or a function that makes it."""
+    """A layer that is only built on the ranks that need it.
+
+    Args:
+        typename: The layer's class, or a function that makes it.
+        *module_args: Its positional arguments.
+        **module_kwargs: Its keyword arguments.
+
+    Raises:
+        TypeError: `typename` is no class or function.
+    """
 
     def __init__(self, typename: Callable[..., nn.Module], *module_args: object, **module_kwargs: object):
         if not callable(typename) or isinstance(typename, nn.Module):
@@ -36,20 +45,29 @@ class LayerSpec:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self) -> nn.Module:
-        """A new layer."""
+        """Build a new layer."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     @property
     def kind(self) -> str:
-        """The name of its class."""
+        """The name of the layer's class."""
         return getattr(self.typename, "__name__", type(self.typename).__name__)
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that appears more than once: all with one key are one module, on however many stages.
+    """A layer that occurs more than once: all layers with one key are one module, on any number of stages.
 
-    forward_fn: called with the module and its input in the module's place. tied_weight_attr: DeepSpeed's word for the
-    weights that are tied; here all of the module's are.
+    Args:
+        key: The name of the tie, without a dot; it becomes part of the parameters' names.
+        typename: The layer's class, or a function that makes it.
+        *module_args: Its positional arguments.
+        forward_fn: Called with the module and its input instead of the module's forward. None (default) for forward.
+        tied_weight_attr: DeepSpeed's name of the tied weights; no effect, all of the module's are tied.
+        **module_kwargs: Its keyword arguments.
+
+    Raises:
+        ValueError: The key holds a dot.
+        TypeError: `typename` is no class or function.
     """
 
     def __init__(
@@ -63,18 +81,18 @@ class TiedLayerSpec(LayerSpec):
     ):
         super().__init__(typename, *module_args, **module_kwargs)
         if "." in key:
-            raise ValueError(f"a key becomes a part of parameters' names and must not hold a dot, got {key!r}")
+            raise ValueError(f"a key becomes a part of parameters' names and must not contain a dot, got {key!r}")
         self.key, self.forward_fn = key, forward_fn
 
 
-Call = Callable[..., object]  # of a layer: a module, or a function without parameters
+Call = Callable[..., object]  # a module, or a function without parameters
 Layer = LayerSpec | nn.Module | Call
 
 
 class Stage(nn.Module):
-    """Some layers, one after the other. calls: these, in order, each a module of the two dicts or a function.
+    """Consecutive layers. `calls` lists them in order: modules of the two dicts, or functions.
 
-    interval: activations of this many calls at a time are computed again in the backward pass; 0: all are kept.
+    The activations of `interval` calls at a time are recomputed in the backward pass; 0 keeps all.
     """
 
     def __init__(self, layers: nn.ModuleDict, tied: nn.ModuleDict, calls: Sequence[Call], interval: int):
@@ -83,7 +101,7 @@ class Stage(nn.Module):
         self._calls, self._interval = list(calls), interval
 
     def forward(self, *inputs: object) -> object:
-        """What the last of the layers makes of them; a tuple is passed on as several arguments."""
+        """Run the layers in sequence. A tuple is passed on as several arguments."""
         interval = self._interval if self.training and torch.is_grad_enabled() else 0
         if interval == 0:
             return _run(self._calls, *inputs)
@@ -94,12 +112,12 @@ class Stage(nn.Module):
         return value
 
     def blocks(self) -> list[nn.Module]:
-        """The layers that have parameters and are tied to nothing: what may be gathered one at a time."""
+        """The untied layers with parameters, which may be gathered one at a time."""
         return [layer for layer in self.layers.values() if any(True for _ in layer.parameters())]
 
 
 class Stages(nn.Module):
-    """Several stages that one rank holds; its parameters have the names that they have in each."""
+    """The stages of a rank with several. Parameters have the same names as in their stage."""
 
     def __init__(self, stages: Sequence[Stage]):
         super().__init__()
@@ -107,7 +125,7 @@ class Stages(nn.Module):
         for stage in stages:
             self.layers.update(dict(stage.layers.items()))
             self.tied.update(dict(stage.tied.items()))
-        self.parts = tuple(stages)  # a tuple of modules is not registered: no second name for a parameter
+        self.parts = tuple(stages)  # a tuple is not registered, so no parameter gets a second name
 
     def train(self, mode: bool = True) -> Stages:
         for stage in self.parts:
@@ -116,7 +134,7 @@ class Stages(nn.Module):
 
 
 def parts_of(model: nn.Module) -> Sequence[nn.Module]:
-    """What FSDP2 takes as a root each: a rank's pipeline stages, or the model."""
+    """The modules that are FSDP2 roots: a rank's pipeline stages, or the model."""
     return model.parts if isinstance(model, Stages) else (model,)
 
 
@@ -128,17 +146,31 @@ def _run(calls: Sequence[Call], *inputs: object) -> object:
 
 
 class PipelineModule:
-    """A list of layers and a loss: what `onebit.zero.initialize` takes as model, for any number of stages.
+    """A list of layers and a loss: the model that `onebit.zero.initialize` can cut into pipeline stages.
 
-    layers: LayerSpecs; modules, already built, on every rank; functions without parameters. The first gets a
-    micro-batch's inputs, the last one's output goes into loss_fn(output, target), which gives the mean over the
-    micro-batch. num_stages: of the pipeline; None: as the configuration says. partition_method: how the layers are
-    shared out among the stages, in order: "parameters": as many parameters each; "uniform": as many layers;
-    "type:REGEX": as many layers whose class is so named; "time": as long, as measured on rank 0 with `example`, a
-    micro-batch's inputs. activation_checkpoint_interval: layers whose activations are computed again in the backward
-    pass instead of being kept; 0: none. base_seed: of the initial values. topology: DeepSpeed's, of which the size of
-    its axis "pipe" is taken, in place of num_stages. seed_layers: no effect, values always depend on a layer's place.
-    seed_fn, checkpointable_layers, dynamic_shape: not here.
+    The first layer gets a micro-batch's inputs; the last one's output goes to the loss. All ranks construct it with
+    the same arguments, and each builds only the layers of its stages in `initialize`.
+
+    Args:
+        layers: LayerSpecs, modules (already built, on every rank), or functions without parameters.
+        num_stages: Stages of the pipeline; None (default) for the configuration's.
+        topology: DeepSpeed's topology, whose axis "pipe" gives num_stages; None by default.
+        loss_fn: Called as loss_fn(output, target); returns the mean over the micro-batch. Required.
+        seed_layers: No effect: initial values always depend on a layer's place.
+        seed_fn: Not supported; must be None.
+        base_seed: Seed of the initial values, 1234 by default.
+        partition_method: How consecutive layers are divided among stages: "parameters" (default) with equally many
+            parameters, "uniform" with equally many layers, "type:REGEX" with equally many layers of matching class, or
+            "time" with equal times, which rank 0 measures on `example`.
+        activation_checkpoint_interval: Layers whose activations are recomputed together in the backward pass; 0
+            (default) keeps all activations.
+        checkpointable_layers: Not supported; must be None.
+        dynamic_shape: Not supported; must be False. Steps may differ in shape, micro-batches of a step may not.
+        example: The inputs of a micro-batch, for partition_method "time"; None by default.
+
+    Raises:
+        TypeError: There is no loss_fn, or a layer is no LayerSpec, module or function.
+        ValueError: There are no layers, a module occurs twice, or an argument is out of range or not supported.
     """
 
     def __init__(
@@ -169,21 +201,21 @@ class PipelineModule:
                 raise TypeError(f"layer {k}: expected a LayerSpec, a module or a function, got {type(layer).__name__}")
         modules = [id(layer) for layer in layers if isinstance(layer, nn.Module)]
         if len(set(modules)) < len(modules):
-            raise ValueError("a module stands in the list of layers twice; tie it with TiedLayerSpec")
+            raise ValueError("a module is in the list of layers twice; tie it with TiedLayerSpec")
         if activation_checkpoint_interval < 0:
             raise ValueError(f"activation_checkpoint_interval must be at least 0, got {activation_checkpoint_interval}")
         self.layers, self.loss_fn, self.num_stages = list(layers), loss_fn, num_stages
         self.partition_method = partition_method
         self.activation_checkpoint_interval, self.base_seed = activation_checkpoint_interval, base_seed
         self.example = example
-        self.is_filled_later = False  # by `initialize(weights=...)`: specs are built on "meta"
+        self.is_filled_later = False  # set by `initialize(weights=...)`: specs are then built on "meta"
         self._whole: Stage | None = None
         self._check_timing(partition_method)
 
     def outline(self) -> Stage:
-        """All layers under their names, those that are not built yet without values (device "meta"). Made once.
+        """All layers under their names, without values (device "meta") for those not built yet. Made once.
 
-        Parameters of it stand for the model's: in model_parameters, in an optimizer, and frozen in it, in all stages.
+        Its parameters stand for the model's: pass them in model_parameters or to an optimizer, or freeze them.
         """
         if self._whole is None:
 
@@ -198,19 +230,19 @@ class PipelineModule:
         return self._whole
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of the whole model; see `outline`."""
+        """The parameters of the whole model; see `outline`."""
         return self.outline().parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of the whole model, with names; see `outline`."""
+        """The parameters of the whole model with their names; see `outline`."""
         return self.outline().named_parameters()
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raises AttributeError; for what a module has, with what to do instead."""
+        """Raise AttributeError; for attributes of nn.Module it tells what to do instead."""
         if hasattr(nn.Module, name):
             raise AttributeError(
-                f"a PipelineModule is a list of layers, of which each rank builds its own in initialize(), and has no "
-                f"{name!r}; do it in the layers, or on engine.module"
+                f"a PipelineModule has no {name!r}: it is a list of layers, and each rank builds its own in "
+                "initialize(); do it in the layers, or on engine.module"
             )
         raise AttributeError(f"PipelineModule has no attribute {name!r}")
 
@@ -218,7 +250,7 @@ class PipelineModule:
         return len(self.layers)
 
     def stages(self, parts: Sequence[range]) -> list[Stage]:
-        """Build these parts of the model; what is tied between them is built once."""
+        """Build these parts of the model. Layers tied between them are built once."""
         tied: dict[str, nn.Module] = {}
         made = [self._stage(part, tied, self._build) for part in parts]
         if self._whole is not None:
@@ -245,13 +277,17 @@ class PipelineModule:
         return Stage(named, tied, calls, self.activation_checkpoint_interval)
 
     def cut(self, stages: int, method: str | None = None) -> list[range]:
-        """The layers of each stage. Raises ValueError as `check_cut`."""
+        """The layers of each stage.
+
+        Raises:
+            ValueError: As `check_cut`.
+        """
         method = method or self.partition_method
         self._check_timing(method)
         return balance(self._weights(method), stages)
 
     def check_cut(self, stages: int, method: str | None = None) -> None:
-        """Raise ValueError where they cannot be cut so: fewer layers than stages, a bad method. Runs no layer."""
+        """Raise ValueError if there are fewer layers than stages, or the method is unknown. Runs no layer."""
         method = method or self.partition_method
         self._check_timing(method)
         balance([1.0] * len(self.layers) if method == "time" else self._weights(method), stages)
@@ -273,7 +309,7 @@ class PipelineModule:
             pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
             found = [float(pattern.search(_kind(layer)) is not None) for layer in self.layers]
             if not any(found):
-                raise ValueError(f"partition_method {method!r} fits none of the layers: {_kinds(self.layers)}")
+                raise ValueError(f"partition_method {method!r} matches none of the layers: {_kinds(self.layers)}")
             return found
         raise ValueError(f'partition_method must be "parameters", "uniform", "time" or "type:REGEX", got {method!r}')
 
@@ -285,7 +321,7 @@ class PipelineModule:
         return sum(p.numel() for p in layer.parameters()) if isinstance(layer, nn.Module) else 0
 
     def seconds(self, repeats: int = 3) -> list[float]:
-        """How long each layer takes, forward and backward: the shortest of several times. On the CPU, one at a time."""
+        """The seconds of each layer, forward and backward: the shortest of `repeats` runs, on the CPU."""
         value, found = self.example, []
         for k in range(len(self.layers)):
             (stage,), best = self.stages([range(k, k + 1)]), float("inf")
@@ -301,7 +337,7 @@ class PipelineModule:
         return found
 
     def _build(self, k: int) -> nn.Module:
-        """Layer k; what is drawn at random depends on k alone. The process's generators stay where they are."""
+        """Build layer k. Its random values depend only on k; the process's generators do not advance."""
         layer = self.layers[k]
         if isinstance(layer, nn.Module):
             return layer
@@ -317,7 +353,7 @@ class PipelineModule:
 
 
 def _refuse_absent(**asked: object) -> None:
-    """Raise ValueError where DeepSpeed's arguments ask for what is not here."""
+    """Raise ValueError if an argument of DeepSpeed's asks for something that is not supported."""
     remedies = {
         "seed_fn": "pass base_seed=: initial values depend on it and on a layer's place",
         "checkpointable_layers": "checkpoint within the layers, or activation_checkpoint_interval= of them at a time",
@@ -329,29 +365,34 @@ def _refuse_absent(**asked: object) -> None:
 
 
 def _stages_of(topology: object, num_stages: int | None) -> int:
-    """Of a topology as DeepSpeed's ProcessTopology. Raises ValueError where layers are divided as well."""
+    """The stages of a topology like DeepSpeed's ProcessTopology.
+
+    Raises:
+        ValueError: It also divides layers, or contradicts num_stages.
+        TypeError: It is no topology.
+    """
     ask = getattr(topology, "get_dim", None)
     if ask is None:
         raise TypeError(f"topology= is a {type(topology).__name__} without get_dim; pass num_stages=")
     if (ask("model") or 1) > 1:
         raise ValueError(
-            f"the topology divides layers over {ask('model')} ranks: layers divided by the script are not taken over; "
+            f"the topology divides layers over {ask('model')} ranks: layers divided by the script are not supported; "
             'pass whole layers, initialize(tensor_plan=...) and "onebit": {"tensor": ...}'
         )
     stages = int(ask("pipe") or 1)
     if num_stages not in (None, stages):
-        raise ValueError(f"num_stages is {num_stages}, the topology has {stages} stages; give one of them")
+        raise ValueError(f"num_stages is {num_stages}, but the topology has {stages} stages; pass one of them")
     return stages
 
 
 def balance(weights: Sequence[float], parts: int) -> list[range]:
-    """Consecutive ranges, none of them empty, of which the heaviest is as light as can be; of those, by least squares.
+    """Divide items into consecutive ranges, none of them empty, so that the heaviest range is as light as possible.
 
-    Stages run at the pace of the slowest. O(parts · len(weights)²).
+    Stages run at the pace of the slowest. Ties are broken by the least sum of squares. O(parts · len(weights)²).
     """
     n = len(weights)
     if not 1 <= parts <= n:
-        raise ValueError(f"{n} layers cannot be shared out among {parts} stages")
+        raise ValueError(f"{n} layers cannot be divided among {parts} stages; use fewer stages")
     ends = [0.0]
     for weight in weights:
         ends.append(ends[-1] + weight)

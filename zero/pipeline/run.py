@@ -1,4 +1,4 @@
-"""Pipeline stages on torch.distributed.pipelining: who holds which, how a step runs through them, what ties them.
+"""Pipeline stages on torch.distributed.pipelining: which rank holds which, how a step runs, and tied parameters.
 
 `stages_of` and `check` are pure; `Pipeline` runs a step's micro-batches through this rank's stages in the order of a
 schedule, and `Ties` adds up the gradients of parameters that several stages hold. `layers.py` describes the model.
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class Schedule(Protocol):
-    """An order of micro-batches, with the stages that it drives: torch's."""
+    """One of torch's schedules: an order of micro-batches, with the stages that it drives."""
 
     def step(self, *inputs: Tensor, target: Tensor | None = None, losses: list[Tensor] | None = None) -> object: ...
     def eval(self, *inputs: Tensor, target: Tensor | None = None, losses: list[Tensor] | None = None) -> object: ...
@@ -52,25 +52,25 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "zero-bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
-# Stages per rank where the configuration does not say: what the schedule is made for.
+# Stages per rank, if the configuration does not set them and the schedule needs more than one.
 _CHUNKS = {"interleaved": 2, "zbv": 2}
-# Those that run several stages of a rank; the others run one.
+# Schedules that run several stages of a rank; the others run one.
 _MULTI = ("interleaved", "zero-bubble", "zbv")
-# Those whose backward pass comes in two parts, without the hooks that FSDP2 reduces gradients in.
+# Schedules with a backward pass in two parts, which does not run the hooks in which FSDP2 reduces gradients.
 SPLIT_BACKWARD = ("zero-bubble", "zbv")
 
 Batch = tuple[object, object]
 
 
 def chunks_of(settings: Pipelining) -> int:
-    """Stages per rank; one where a single rank holds the whole model, whatever the schedule."""
+    """Stages per rank; one if a single rank holds the whole model, whatever the schedule."""
     if settings.ranks == 1:
         return 1
     return settings.chunks or _CHUNKS.get(settings.schedule, 1)
 
 
 def stages_of(settings: Pipelining, place: int) -> list[int]:
-    """The stages of the rank at this place of a pipeline: in a loop, or down and up again (zbv)."""
+    """The stages of the rank at this place in the pipeline: in a loop or, for zbv, down and up again."""
     ranks, chunks = settings.ranks, chunks_of(settings)
     if settings.schedule == "zbv" and ranks > 1:
         return [place, 2 * ranks - 1 - place]
@@ -78,15 +78,15 @@ def stages_of(settings: Pipelining, place: int) -> list[int]:
 
 
 def check(config: Config, model: object) -> None:
-    """Raise ValueError or TypeError where this model cannot run so. No communication."""
+    """Raise ValueError or TypeError if this model cannot run with this configuration. Sends nothing."""
     settings, micro_batches = config.pipeline, config.gradient_accumulation_steps
     ranks, chunks, schedule = settings.ranks, chunks_of(settings), settings.schedule
     if ranks == 1:
         return
     if not isinstance(model, PipelineModule):
         raise TypeError(
-            f"{ranks} pipeline stages, but the model is a {type(model).__name__}: a pipeline takes a list of layers, "
-            "onebit.zero.PipelineModule, or one that onebit.zero.split makes of a module"
+            f"{ranks} pipeline stages, but the model is a {type(model).__name__}: a pipeline needs an "
+            "onebit.zero.PipelineModule, a list of layers, which onebit.zero.split can make from a module"
         )
     if (schedule not in _MULTI and chunks != 1) or (schedule == "zbv" and chunks != 2):
         fits = "has two stages on each rank" if schedule == "zbv" else "has one stage on each rank"
@@ -94,24 +94,24 @@ def check(config: Config, model: object) -> None:
     model.check_cut(ranks * chunks, settings.partition)
     needs = f"gradient_accumulation_steps is {micro_batches}, the micro-batches of a step; the schedule {schedule!r} "
     if schedule == "1f1b" and micro_batches < ranks:
-        raise ValueError(f"{needs}needs at least as many as there are stages, {ranks}")
+        raise ValueError(f"{needs}needs at least one for each of the {ranks} stages")
     rounds = max(1, micro_batches // ranks)
     if schedule in ("interleaved", "zero-bubble") and micro_batches % rounds:
         raise ValueError(f"{needs}needs a multiple of {rounds} for {ranks} ranks; a multiple of {ranks} always fits")
     if schedule in SPLIT_BACKWARD and config.zero_optimization.stage == 3:
         raise ValueError(
-            f"the schedule {schedule!r} comes back to a layer's weights behind its backward pass, when stage 3 has let "
-            "go of them; use stage 2, or another schedule"
+            f"the schedule {schedule!r} needs a layer's weights again after its backward pass, when stage 3 has freed "
+            "them; use stage 2, or another schedule"
         )
     if schedule == "zbv" and config.zero_optimization.stage > 0 and _ties_ends(model):
         raise ValueError(
-            "the first and the last stage are tied and, with the schedule 'zbv', on one rank, where FSDP2 cannot shard "
-            "what both hold; use another schedule, or stage 0"
+            "the first and the last stage are tied, and the schedule 'zbv' puts them on one rank, where FSDP2 cannot "
+            "shard what both hold; use another schedule, or stage 0"
         )
 
 
 def without_effect(settings: Pipelining, model: object) -> list[str]:
-    """What the block "pipeline" asks for that a run without stages does not do; one line each."""
+    """The keys of the block "pipeline" that have no effect without stages, one line each."""
     if settings.ranks > 1:
         return []
     takes_interval = isinstance(model, PipelineModule)
@@ -121,9 +121,10 @@ def without_effect(settings: Pipelining, model: object) -> list[str]:
 
 
 def build_stages(model: PipelineModule, settings: Pipelining, grid: Grid) -> dict[int, Stage]:
-    """This rank's stages, by number, on its device. All ranks.
+    """Build this rank's stages, by number, on its device. All ranks call it.
 
-    Raises ValueError, on all ranks, where one of them would have nothing to train.
+    Raises:
+        ValueError: On all ranks, if a stage would have nothing to train.
     """
     if settings.activation_checkpoint_interval is not None:
         model.activation_checkpoint_interval = settings.activation_checkpoint_interval
@@ -143,7 +144,7 @@ def build_stages(model: PipelineModule, settings: Pipelining, grid: Grid) -> dic
 
 
 def _seconds(model: PipelineModule, world: Transport) -> list[float]:
-    """What rank 0 measures, on all ranks. Raises RuntimeError, on all ranks, where a layer fails on rank 0."""
+    """Each layer's seconds, measured on rank 0, for all ranks. All raise RuntimeError if a layer fails there."""
     seconds, problem = [], None
     if world.rank == 0:
         try:
@@ -164,18 +165,18 @@ def _ties_ends(model: PipelineModule) -> bool:
 
 
 class _Judged(TypedDict, total=False):
-    """What the last stage needs besides its inputs, and where it writes its losses."""
+    """What the last stage gets besides its inputs: the targets, and a list for its losses."""
 
     target: Tensor
     losses: list[Tensor]
 
 
 class Pipeline:
-    """This rank's stages, and how a step's micro-batches run through them.
+    """This rank's stages, by number, and how a step's micro-batches run through them.
 
-    stages: by number. zero_stage: what FSDP2 shards, or None. At ZeRO stages 2 and 3 gradients are reduced with every
-    micro-batch, so that whole ones never lie around; at stage 1, and with a schedule whose backward pass comes in two
-    parts, they add up unsharded and are reduced once.
+    `zero_stage` is FSDP2's stage, or None. At stages 2 and 3 gradients are reduced with every micro-batch, so that
+    whole ones take no memory. At stage 1, and if the schedule's backward pass has two parts, they add up unsharded and
+    are reduced once.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class Pipeline:
 
     @property
     def sent_bytes(self) -> int:
-        """Payload that this rank has sent to other stages: activations and their gradients."""
+        """Payload bytes that this rank has sent to other stages: activations and their gradients."""
         return sum(stage.sent_bytes for stage in self._driven)
 
     @property
@@ -213,16 +214,26 @@ class Pipeline:
         return self.settings.ranks * chunks_of(self.settings)
 
     def run(self, batches: Sequence[Batch], scale: float = 1.0) -> Tensor | None:
-        """Forward and backward of all micro-batches; gradients add up, those of the mean loss times scale.
+        """Run forward and backward of all micro-batches. The gradients of the mean loss times `scale` add up.
 
-        The micro-batches' mean loss, on the ranks that hold the last stage. Every rank passes the same batches. Raises
-        ValueError, on all ranks alike, where they differ in shape, and PeerError if a peer is lost.
+        All ranks of the pipeline call it with the same batches.
+
+        Returns:
+            The micro-batches' mean loss on the ranks with the last stage, None on others.
+
+        Raises:
+            ValueError: Micro-batches differ in shape; on all ranks.
+            PeerError: A peer is lost.
         """
         self._scale = scale / self.micro_batches
         return self._drive(batches, trains=True)
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor | None:
-        """The micro-batches' mean loss, forward only; as `run`. RuntimeError with the schedule "zbv"."""
+        """The micro-batches' mean loss, forward only. Otherwise as `run`.
+
+        Raises:
+            RuntimeError: The schedule is "zbv", which has no such form.
+        """
         if self.settings.schedule == "zbv":
             raise RuntimeError(
                 "torch.distributed.pipelining has no forward-only form of the schedule 'zbv' (torch 2.13); evaluate in "
@@ -251,7 +262,7 @@ class Pipeline:
         return torch.stack([loss.detach().float() for loss in losses]).sum() / (self._scale * len(losses))
 
     def _schedule(self, trains: bool) -> Schedule:
-        """A schedule for micro-batches of one shape: torch's stages keep the buffers of the first they see."""
+        """A schedule for micro-batches of one shape, because torch's stages keep the buffers of the first shape."""
         settings, group = self.settings, self._transport.group
         reduces_each = (self._zero_stage or 0) >= 2 and settings.schedule not in SPLIT_BACKWARD
         if reduces_each:
@@ -284,7 +295,7 @@ class Pipeline:
 
 
 class _Reducing(nn.Module):
-    """A stage that torch's pipelining does not know to be FSDP2's: that would put off reducing to the end of a step."""
+    """Hides FSDP2 from torch's pipelining, which would otherwise delay reducing gradients to the end of a step."""
 
     def __init__(self, stage: nn.Module):
         super().__init__()
@@ -295,7 +306,12 @@ class _Reducing(nn.Module):
 
 
 def _columns(batches: Sequence[Batch]) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The inputs and the targets of all micro-batches, one after another. Raises ValueError where they differ."""
+    """The concatenated inputs and targets of all micro-batches.
+
+    Raises:
+        ValueError: They differ in shape.
+        TypeError: An input is no tensor with a batch dimension.
+    """
     rows = [(_tensors(inputs), target) for inputs, target in batches]
     shapes = {(*map(_shape, inputs), _shape(target)) for inputs, target in rows}
     if len(shapes) > 1:
@@ -325,14 +341,14 @@ def _shape(x: object) -> tuple[int | str, ...]:
 
 @dataclass(frozen=True)
 class Tie:
-    """Parameters, by name, that the stages of this transport's ranks hold."""
+    """The names of parameters that all stages of this transport's ranks hold."""
 
     transport: Transport
     names: tuple[str, ...]
 
 
 class Ties:
-    """What this rank's stages share with others'. Found by name; the values are made the same at construction."""
+    """The parameters that this rank's stages share with other ranks', found by name."""
 
     def __init__(self, module: nn.Module, grid: Grid):
         self._module = module
@@ -344,7 +360,7 @@ class Ties:
 
     @torch.no_grad()
     def equalise(self) -> None:
-        """Give all holders of a parameter the values of the first. Before anything is sharded, or after."""
+        """Give all holders of a parameter the first holder's values. All ranks, before or after sharding."""
         sent = []
         for tie, p in self._pairs():
             held = local(p).detach()
@@ -355,9 +371,9 @@ class Ties:
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Each tied gradient ← the sum over its holders: the same bits on all. After the last backward pass.
+        """Replace each tied gradient by the sum over its holders, the same bits on all. After the last backward pass.
 
-        Sends 4 bytes per element, as the gradients are; a parameter without a gradient anywhere has none.
+        All ranks call it. A parameter without a gradient on any rank stays without one.
         """
         named = dict(self._module.named_parameters())
         for tie in self.ties:
@@ -381,7 +397,7 @@ class Ties:
 
 
 def _wait_all(sent: Sequence[tuple[Work, Tensor, Tensor]]) -> None:
-    """Wait for each, and put what came where it belongs, if it does not lie there already."""
+    """Wait for each operation, and copy its result back if it used a contiguous copy."""
     for work, held, whole in sent:
         work.wait()
         if whole.data_ptr() != held.data_ptr():
@@ -389,7 +405,7 @@ def _wait_all(sent: Sequence[tuple[Work, Tensor, Tensor]]) -> None:
 
 
 def _find(module: nn.Module, grid: Grid) -> Iterator[tuple[Transport, tuple[str, ...]]]:
-    """A transport for each set of stages that share parameters, and their names; the same order on all ranks."""
+    """A transport for each set of stages that share parameters, with the names, in the same order on all ranks."""
     pipe, here = grid.transports["pipe"], grid.coordinates
     texts = gather_texts(pipe, "\n".join(name for name, _ in module.named_parameters()))
     held = [dict.fromkeys(text.split("\n")) for text in texts]

@@ -1,4 +1,4 @@
-"""A plain module cut at named places, for a pipeline: torch traces it, so that it need not be written as a list."""
+"""Cut a plain module at named places for a pipeline. torch traces it, so it need not be written as a list of layers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,21 @@ from .layers import Loss, PipelineModule
 def split(
     module: nn.Module, points: Sequence[str], example: Tensor | tuple[Tensor, ...], *, loss_fn: Loss, **options: object
 ) -> PipelineModule:
-    """The module as a `PipelineModule` with a piece between any two points. No communication; all ranks, alike.
+    """Cut a module into pieces, and return them as a `PipelineModule`.
 
-    module: on the CPU, the same values on all ranks; what it does must be traceable (`torch.export`) and not depend on
-    values. It is traced in the mode it is in: call train() first; dropout and the like stay in that mode. points: names
-    of submodules before which it is cut, in the order of execution. example: a micro-batch's inputs; all micro-batches
-    must have their shapes. options: of `PipelineModule`. Raises ValueError where a name is no submodule's, and where
-    two pieces would hold one parameter (write the list with `TiedLayerSpec` then).
+    All ranks call it with the same arguments; nothing is sent.
+
+    Args:
+        module: A module on the CPU with the same values on all ranks. Its forward must be traceable by `torch.export`,
+            and must not depend on values. It is traced in its current mode, which dropout keeps: call train() first.
+        points: Names of submodules before which to cut, in the order in which they run.
+        example: The inputs of a micro-batch. All micro-batches must have their shapes.
+        loss_fn: Called as loss_fn(output, target); returns the mean over the micro-batch.
+        **options: Further arguments of `PipelineModule`. partition_method is "uniform" by default.
+
+    Raises:
+        ValueError: A name is no submodule's, or two pieces would hold one parameter (then write the model as a list
+            of layers with `TiedLayerSpec`).
     """
     known = {name for name, _ in module.named_modules() if name}
     if unknown := [point for point in points if point not in known]:
@@ -29,14 +37,17 @@ def split(
     traced = pipeline(module, mb_args=inputs, split_spec=dict.fromkeys(points, SplitPoint.BEGINNING))
     pieces = [traced.get_stage_module(k) for k in range(traced.num_stages)]
     if len(pieces) != len(points) + 1:
-        raise ValueError(f"{len(points)} points make {len(points) + 1} pieces, tracing found {len(pieces)}")
+        raise ValueError(
+            f"{len(points)} points should make {len(points) + 1} pieces, but tracing found {len(pieces)}; name "
+            "submodules that run one after the other"
+        )
     _check_untied(module, pieces)
     pieces[0].register_forward_pre_hook(_shapes_of(inputs))
     return PipelineModule(pieces, loss_fn=loss_fn, **{"partition_method": "uniform", **options})  # type: ignore[arg-type]
 
 
 def _check_untied(module: nn.Module, pieces: Sequence[nn.Module]) -> None:
-    """Tracing copies what two pieces hold; trained apart, the copies would differ."""
+    """Raise ValueError if two pieces hold one parameter: tracing copies it, and trained copies would differ."""
     piece_of = {name: k for k, piece in enumerate(pieces) for name, _ in piece.named_parameters(remove_duplicate=False)}
     names: dict[int, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
@@ -44,7 +55,7 @@ def _check_untied(module: nn.Module, pieces: Sequence[nn.Module]) -> None:
     for same in names.values():
         if len({piece_of[name] for name in same if name in piece_of}) > 1:
             raise ValueError(
-                f"{' and '.join(same)} are one parameter and would lie in different pieces; write the model as a list "
+                f"{' and '.join(same)} are one parameter and would be in different pieces; write the model as a list "
                 "of layers, with TiedLayerSpec"
             )
 
@@ -56,6 +67,9 @@ def _shapes_of(inputs: tuple[Tensor, ...]) -> Callable[[nn.Module, tuple[object,
     def check(_: nn.Module, given: tuple[object, ...]) -> None:
         found = [tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for x in given]
         if found != expected:
-            raise ValueError(f"the module was traced for inputs of shapes {expected}, a micro-batch has {found}")
+            raise ValueError(
+                f"the module was traced for inputs of shapes {expected}, a micro-batch has {found}; drop the last, "
+                "incomplete batch, or pad it"
+            )
 
     return check
