@@ -342,14 +342,14 @@ def import_mpi() -> ModuleType:
 
 
 def abort() -> None:
-    """End all processes of the MPI job, this one included, with exit status 1. Returns only where MPI has ended."""
+    """End all processes of the MPI job, this one included, with exit status 1. Returns only if MPI has ended."""
     mpi = import_mpi()
     if not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(1)
 
 
 def check_thread_level(provided: int, needed: int) -> None:
-    """Raise RuntimeError where MPI was initialised with less than it takes to be called from the progress thread."""
+    """Raise RuntimeError if MPI's thread level does not allow calls from the progress thread."""
     if provided < needed:
         raise RuntimeError(
             f"MPI was initialised with thread level {provided}, the MPI transport needs at least {needed} "

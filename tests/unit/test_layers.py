@@ -26,7 +26,7 @@ def whole(model: PipelineModule) -> nn.Module:
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=8), st.integers(1, 8))
 def test_the_heaviest_stage_is_as_light_as_can_be(weights: list[float], parts: int) -> None:
     if parts > len(weights):
-        with pytest.raises(ValueError, match="cannot be shared out"):
+        with pytest.raises(ValueError, match="cannot be divided"):
             balance(weights, parts)
         return
     found = balance(weights, parts)

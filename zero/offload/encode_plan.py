@@ -1,13 +1,13 @@
-"""Where OneBitAdam on several ranks encodes and updates, on the devices or on the hosts: bytes and seconds.
+"""Whether OneBitAdam on several ranks should encode and update on devices or on hosts: bytes and seconds.
 
     onebit plan --params 13e9 --hosts 4 --device-gb 32 --host-gb 256 --link 10gbit
 
-FSDP2 shards over the ranks of a host ("sharding": "intra_node"); the optimizer works on each shard where it lies, which
-`offload_optimizer` decides. Encoding reads gradients and state and writes state and frames, 26.7 bytes per element with
-errors in float32, 21.7 in bfloat16 (scripts/records/traffic_2026-11.md): of device memory or of host memory. Frames
-pass through host memory in both cases. What else crosses PCIe where the state is in host memory: float32 shards up to
-be gathered, once or, at stage 3, twice, and float32 gradients down. With "files" the host encodes, and the state lies
-in mapped files, of which no page stays in memory: all that a step reads and writes of it crosses the disk.
+FSDP2 shards over the ranks of a host ("sharding": "intra_node"), and the optimizer works on each shard in place;
+`offload_optimizer` decides on the place. Encoding reads gradients and state, and writes state and frames: 26.7 bytes
+per element with errors in float32, 21.7 in bfloat16 (scripts/records/traffic_2026-11.md), of device or host memory.
+Frames pass through host memory in both cases. If the state is in host memory, float32 shards also cross PCIe to be
+gathered (once, at stage 3 twice), and float32 gradients on the way back. With "files" the host encodes, and the state
+is in mapped files, none of whose pages stay in memory: all that a step reads and writes of it crosses the disk.
 docs/offload.md has the formulas.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ..plan import DTYPE_BYTES, Run
 from ..plan import plan as plan_optimizer
 
-_GATHERS = {2: 1, 3: 2}  # of a parameter in a step, by stage
+_GATHERS = {2: 1, 3: 2}  # gathers of a parameter per step, by stage
 STAGES, PLACES = tuple(_GATHERS), ("device", "host", "files")
 _OPTIMIZER = "OneBitAdam"
 _FLOAT32 = 4.0
@@ -29,11 +29,13 @@ _TRAFFIC = {4: 26.7, 2: 21.7}  # by bytes of an error
 
 @dataclass(frozen=True)
 class EncodeRun:
-    """What is asked about: of a rank's device, and of a host, which its ranks share.
+    """A run to estimate: numbers of a rank's device, and of a host, which its ranks share.
 
-    run: compute_s is that of a step of a rank. largest: elements of the largest module. *_per_s: bytes a second, of
-    PCIe in one direction, of device and host memory, of the disk. disk_bytes: 0: there is none. Raises ValueError on
-    numbers that no run can have.
+    `run.compute_s` is that of a rank's step; `largest` counts the elements of the largest module. Rates are in bytes
+    per second: PCIe in one direction, device and host memory, and disk. disk_bytes = 0 means that there is no disk.
+
+    Raises:
+        ValueError: A number is out of range.
     """
 
     run: Run
@@ -56,9 +58,10 @@ class EncodeRun:
 
 @dataclass(frozen=True)
 class EncodePlan:
-    """Bytes of a device, a host and its disk; seconds of a step by what takes them; from all overlapped to nothing.
+    """Bytes of a device, a host and its disk, and the seconds of a step by what takes them.
 
-    place: one of PLACES, where state lies; the optimizer works on the device or on the host. fits: into all three.
+    `place` is where the state is, one of PLACES; the optimizer works on the device or on the host. `fits` tells whether
+    all three have room.
     """
 
     stage: int
@@ -71,25 +74,25 @@ class EncodePlan:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Least and most: computing and the slowest of the others, to the sum."""
+        """The least seconds (the slowest part after computing) and the most (the sum of all parts)."""
         others = [s for name, s in self.times.items() if name != "compute"]
         return self.times["compute"] + max(others), sum(self.times.values())
 
     @property
     def bound(self) -> str:
-        """What takes the most."""
+        """The part that takes longest."""
         return max(self.times, key=lambda name: self.times[name])
 
 
 def encode_plans(run: EncodeRun) -> Iterator[EncodePlan]:
-    """Every stage and place; files where there is a disk."""
+    """The plans of every stage and place; with files if there is a disk."""
     for stage in STAGES:
         for place in PLACES if run.disk_bytes else PLACES[:2]:
             yield encode_plan(run, stage, place)
 
 
 def encode_plan(asked: EncodeRun, stage: int, place: str) -> EncodePlan:
-    """One of STAGES in one of PLACES."""
+    """The plan of one of STAGES in one of PLACES."""
     run = asked.run
     P, S, b = run.params, run.ranks_per_host, DTYPE_BYTES[run.dtype]
     made = plan_optimizer(run, _OPTIMIZER, stage if S > 1 else 0)  # one rank per host has the state of stage 0
@@ -119,5 +122,5 @@ def encode_plan(asked: EncodeRun, stage: int, place: str) -> EncodePlan:
 
 
 def chosen_place(run: EncodeRun) -> EncodePlan | None:
-    """Of those that fit the one whose step takes the fewest seconds; None: none fits."""
+    """The fastest of the plans that fit; None if none fits."""
     return min((made for made in encode_plans(run) if made.fits), key=lambda made: made.seconds, default=None)

@@ -77,7 +77,7 @@ class ResidentGradients:
         return [norm for d in devices for norm in torch.cat([x for x in rows if x.device == d]).tolist()]
 
     def ahead(self, chunk: Chunk) -> None:
-        """Begin to copy what `of` will be asked for next."""
+        """Begin to copy the gradients of the chunk that `of` will be asked for next."""
         streams = self._places[chunk].streams
         if streams is None or self._buffers is None or chunk in self._came:
             return
@@ -91,7 +91,7 @@ class ResidentGradients:
         self._came[chunk] = _Coming(moment, held, sources)
 
     def of(self, chunk: Chunk) -> Iterator[Tensor]:
-        """float32 [stop - start] for each piece, where the step is taken; valid until those of the next chunk."""
+        """Yield each piece's gradient, float32 [stop - start], on the stepping device; valid until the next chunk."""
         place = self._places[chunk]
         self.ahead(chunk)
         coming = self._came.pop(chunk, None)
@@ -105,7 +105,7 @@ class ResidentGradients:
             yield self._scratch_of(place)[piece.at : piece.at + flat.numel()].copy_(flat)
 
     def _elements(self, piece: Piece) -> Tensor:
-        """Of the gradient, in its dtype, where it is; none where there is none."""
+        """The piece's elements of the gradient, in its dtype and place; empty without a gradient."""
         grad = self.params[piece.param].grad
         if grad is None:
             return torch.empty(0, device=local(self.params[piece.param]).device, dtype=torch.float32)
@@ -262,7 +262,7 @@ class StoredGradients:
         return found
 
     def ahead(self, chunk: Chunk) -> None:
-        """Begin to fetch what `of` will be asked for next."""
+        """Begin to fetch the gradients of the chunk that `of` will be asked for next."""
         self._settle()
         if chunk not in self._ahead:
             self._ahead[chunk] = self.store.read(self.layout.extents(chunk))

@@ -1,4 +1,4 @@
-"""What a model on one GPU, or one host without, will need in each mode of offload: bytes, seconds, the largest model.
+"""The needs of a model on one GPU, or on one host without a GPU, in each offload mode: bytes, seconds, largest model.
 
     onebit plan --params 13e9 --hosts 1 --device-gb 32 --host-gb 128 --disk-gb 1000 --pcie 25 --disk 5 --tflops 100
 
@@ -11,15 +11,15 @@ own), and 8 of moments:
     gradients   b, and the largest gradient   M + 8 + b
     full        the largest, and its gradient M + 8 + b + b
 
-With a ratio, in mode state: that share of the store; of the rest, state and master lie with the parameters.
-In mode full a float32 parameter is its own master on any device, and "the largest" is of a module; `largest` stands for
-it. A frozen parameter (LoRA's base) takes b alone, with the others or, in mode full, in the store.
-A store in files needs buffers of buffer_count chunks in host memory; every mode with one needs a chunk's float32
-gradients (unless they are float32 on the host), a chunk of the step's own, and in its first step a chunk's moments,
-which torch makes beside the store. With a GPU copies have buffers of their own, on it and in host memory
-(`_copy_buffers`). Without one what lies with the parameters is host memory, too. Activations and the process itself
-come on top. Seconds: a roofline, from all overlapped (the slowest of PCIe, memory and disk behind computing) to nothing
-overlapped. The formulas are in docs/offload.md.
+With a ratio in mode state, that share is in the store; the rest of state and masters stays with the parameters. In mode
+full a float32 parameter is its own master on any device, and "the largest" is that of a module; `largest` stands for
+it. A frozen parameter (LoRA's base) takes only b, with the others or, in mode full, in the store. A store in files
+needs buffers of buffer_count chunks in host memory. Every mode with a store needs a chunk's float32 gradients (unless
+they are float32 on the host), a chunk for the step itself, and in the first step a chunk's moments, which torch makes
+next to the store. With a GPU, copies need further buffers on it and in host memory (`_copy_buffers`). Without a GPU
+everything is in host memory. Activations and the process itself are not counted. Seconds follow a roofline, from
+everything overlapped (the slowest of PCIe, memory and disk, after computing) to nothing overlapped. The formulas are in
+docs/offload.md.
 """
 
 from __future__ import annotations
@@ -33,19 +33,35 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ROWS = (("none", "-"), *((mode, to) for to in ("cpu", "files") for mode in ("state", "gradients", "full")))
 _MOMENTS, _STEP_BYTES = 8, 28
 FLOPS = 6
-"""Of a trained parameter and a token, forward and backward."""
-_MODULE_BYTES = 28e3  # of Python objects: 18 kB with 2,000 small modules, 28 kB with 3,840 of a million parameters
-_FROZEN_FLOPS = 4  # of one without a gradient
+"""Operations per trained parameter and token, forward and backward."""
+_MODULE_BYTES = 28e3  # Python objects: 18 kB each with 2,000 small modules, 28 kB with 3,840 of a million parameters
+_FROZEN_FLOPS = 4  # of a parameter without a gradient
 
 
 @dataclass(frozen=True)
 class OffloadRun:
-    """What is asked about. device_bytes: of the GPU; 0: there is none. host_bytes, disk_bytes: that may be used.
+    """A run to estimate.
 
-    trained: of params; None: all. ratio: of the trained ones, whose state is in the store in mode state. modules: with
-    parameters of their own. largest: elements of the largest parameter.
-    tokens: of a step. *_per_s: bytes and operations a second: of PCIe in one direction, of the disk, of host memory, of
-    the device. Raises ValueError on numbers that no run can have.
+    Args:
+        params: Parameters of the model.
+        device_bytes: Memory of the GPU; 0 (default) without one.
+        host_bytes: Host memory that may be used.
+        disk_bytes: Disk space that may be used; 0 (default) for none.
+        dtype: Of the parameters: "fp32", "bf16" (default) or "fp16".
+        tokens: Tokens per step.
+        largest: Elements of the largest parameter, in mode "full" of the largest module.
+        trained: How many parameters are trained; None (default) for all.
+        ratio: The share of the trained ones whose state is in the store in mode "state".
+        modules: Modules that hold parameters directly.
+        pcie_per_s: Bytes per second over PCIe in one direction.
+        disk_per_s: Bytes per second of the disk.
+        memory_per_s: Bytes per second of host memory.
+        flops_per_s: Operations per second of the device.
+        chunk_mb: The size of a chunk's state in MB.
+        buffer_count: Chunks in memory at once, with files.
+
+    Raises:
+        ValueError: A number is out of range.
     """
 
     params: float
@@ -78,7 +94,7 @@ class OffloadRun:
 
     @property
     def stepped(self) -> float:
-        """Parameters that are trained."""
+        """How many parameters are trained."""
         return self.params if self.trained is None else self.trained
 
     @property
@@ -87,28 +103,28 @@ class OffloadRun:
 
     @property
     def near_state_bytes(self) -> int:
-        """Of a trained parameter, with which its state lies."""
+        """Bytes of state per trained parameter whose state stays with it."""
         return _MOMENTS + (0 if self.dtype == "fp32" else 4)
 
     def share(self, mode: str) -> float:
-        """Of the trained parameters, whose state is in the store."""
+        """The share of the trained parameters whose state is in the store."""
         return {"none": 0.0, "state": self.ratio}.get(mode, 1.0)
 
     def state_bytes(self, mode: str) -> int:
-        """Of a trained parameter in the store: the master, where it is not the parameter itself, and moments."""
+        """Bytes of state per trained parameter in the store: moments, and the master if it is not the parameter."""
         is_master = self.dtype == "fp32" and (self.device_bytes == 0 or mode == "full")
         return _MOMENTS + (0 if is_master else 4)
 
     def stored_bytes(self, mode: str) -> int:
-        """Of a trained parameter in the store, besides: the gradient, and the parameter."""
+        """Further bytes per trained parameter in the store: the gradient, and the parameter."""
         return self.dtype_bytes * {"gradients": 1, "full": 2}.get(mode, 0)
 
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Peak bytes in each place, seconds of a step from all to nothing overlapped, and what bounds it.
+    """Peak bytes in each place, the seconds of a step (everything to nothing overlapped), and what bounds it.
 
-    largest_params: that fit into these places in this mode.
+    `largest_params` is the largest model that fits in this mode.
     """
 
     mode: str
@@ -123,13 +139,13 @@ class OffloadPlan:
 
 
 def plans(run: OffloadRun) -> Iterator[OffloadPlan]:
-    """Every mode and store."""
+    """The plans of every mode and store."""
     for mode, to in ROWS:
         yield plan(run, mode, to)
 
 
 def plan(run: OffloadRun, mode: str, to: str) -> OffloadPlan:
-    """One of ROWS."""
+    """The plan of one mode and store, which must be in ROWS."""
     device, host, disk = _bytes(run, mode, to)
     times = _times(run, mode, to)
     step = [times[name] for name in ("pcie", "memory", "disk")]
@@ -141,12 +157,12 @@ def plan(run: OffloadRun, mode: str, to: str) -> OffloadPlan:
 
 
 def chosen(run: OffloadRun) -> OffloadPlan | None:
-    """Of the modes that fit the one whose step takes the fewest seconds; None: none fits."""
+    """The fastest of the plans that fit; None if none fits."""
     return min((made for made in plans(run) if made.fits), key=lambda made: made.seconds, default=None)
 
 
 def _bytes(run: OffloadRun, mode: str, to: str) -> tuple[float, float, float]:
-    """(device, host, disk); without a device, its bytes are the host's."""
+    """Bytes of device, host and disk. Without a device its bytes count for the host."""
     b, chunk, share = run.dtype_bytes, _chunk(run, mode), run.share(mode)
     state, stored = run.state_bytes(mode), run.stored_bytes(mode)
     near = b * (run.largest if mode == "full" else run.params)
@@ -168,7 +184,7 @@ def _bytes(run: OffloadRun, mode: str, to: str) -> tuple[float, float, float]:
 
 
 def _copy_buffers(run: OffloadRun, mode: str, to: str) -> tuple[float, float]:
-    """(device, host): where copies between the two begin and end. Slices of a module come ahead, from memory one."""
+    """Bytes of the buffers for copies, on device and host. Slices of a module are read ahead; from memory only one."""
     chunk, ahead = run.dtype_bytes * _chunk(run, mode), run.buffer_count - 2
     module = run.dtype_bytes * run.largest
     come = min(chunk, module)
@@ -180,10 +196,10 @@ def _copy_buffers(run: OffloadRun, mode: str, to: str) -> tuple[float, float]:
 
 
 def _own(run: OffloadRun, mode: str, to: str) -> float:
-    """What torch's step allocates: of one piece of a parameter for a moment, and in the first step a chunk's moments.
+    """What torch's step allocates: briefly for one piece of a parameter, and in the first step a chunk's moments.
 
-    Host memory that is not page-locked comes page by page as it is written, so the last chunk's moments are beside it
-    before their places in the store are.
+    Host memory that is not page-locked is only allocated when it is written, page by page, so the last chunk's moments
+    exist before their places in the store do.
     """
     chunk = _chunk(run, mode)
     is_there = to == "files" or run.device_bytes > 0
@@ -191,13 +207,13 @@ def _own(run: OffloadRun, mode: str, to: str) -> float:
 
 
 def _chunk(run: OffloadRun, mode: str) -> float:
-    """Elements of a chunk."""
+    """How many elements a chunk has."""
     most = max(1, int(run.chunk_mb * 2**20 / run.state_bytes(mode)) // UNIT) * UNIT
     return min(most, -(-run.stepped // UNIT) * UNIT)
 
 
 def _times(run: OffloadRun, mode: str, to: str) -> dict[str, float]:
-    """Seconds that each part of the machine works in a step."""
+    """The seconds that each part of the machine works in a step."""
     b, state, p = run.dtype_bytes, run.state_bytes(mode), run.stepped
     away = run.share(mode) * p
     crossing = 2 * b * away  # gradients, and new values
@@ -221,7 +237,7 @@ def _fits(run: OffloadRun, mode: str, to: str) -> bool:
 
 
 def _largest(run: OffloadRun, mode: str, to: str) -> float:
-    """By bisection: bytes grow with parameters. The largest one and the trained ones keep their share of the model."""
+    """The largest model that fits, by bisection. `largest` and `trained` keep their share of the model."""
     low, high = 0.0, 1e15
     while high - low > 1e-3 * max(low, 1e6):
         params = (low + high) / 2

@@ -1,6 +1,6 @@
-"""What is done around a dense optimizer (Adam, AdamW, Lamb): the vote on overflow, clipping by the global norm.
+"""What happens around a dense optimizer's step (Adam, AdamW, Lamb): the vote on overflow, clipping by the global norm.
 
-Its gradients come averaged, inside the node by FSDP2 and between nodes by `onebit.dense`.
+Its gradients are averaged before, inside the node by FSDP2 and between nodes by `onebit.dense`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..offload.optimizer import Offload
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Of all groups."""
+    """The parameters of all groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -33,12 +33,22 @@ def prepare(
     scale: float,
     max_norm: float,
 ) -> tuple[bool, float | None]:
-    """Take the loss scale out of the gradients and clip them by their global norm: (is_finite, norm before clipping).
+    """Divide the gradients by the loss scale, and clip them by their global norm. All ranks call it.
 
-    is_finite: False, on all ranks, where a gradient is not finite on any, or, unless it is clipped, too large for a
-    variance: then nothing has been changed. All ranks; transport: between all of them; model_parallel_group: those that
-    hold this replica; step: which one this is. max_norm: 0: no clipping, and no norm. Raises DesyncError, on all ranks,
-    where they are not in the same step with the same options.
+    Args:
+        optimizer: The dense optimizer.
+        transport: The transport between all ranks.
+        model_parallel_group: The ranks that hold this replica.
+        step: The number of this step.
+        scale: The loss scale.
+        max_norm: The norm to clip to; 0 for no clipping and no norm.
+
+    Returns:
+        Whether the step counts, the same on all ranks, and the norm before clipping. It does not count if a gradient is
+        not finite on any rank or, without clipping, too large for a variance; nothing has been changed then.
+
+    Raises:
+        DesyncError: On all ranks: they are not in the same step with the same options.
     """
     with_grad = [p for p in parameters(optimizer) if p.grad is not None]
     grads = [local(cast(Tensor, p.grad)) for p in with_grad]
@@ -61,8 +71,12 @@ def prepare(
 
 
 def said_in_step(optimizer: torch.optim.Optimizer, transport: Transport, step: int, mine: bytes) -> list[bytes]:
-    """What each rank says at the begin of a step, as many bytes on all. Raises DesyncError as `prepare` does."""
-    # Stages may have other groups, but the first one's options are everybody's.
+    """Gather each rank's message at the beginning of a step, of the same length on all ranks.
+
+    Raises:
+        DesyncError: As `prepare`.
+    """
+    # Pipeline stages may have different groups, but the first group's options must be the same on all ranks.
     header = Header.of(optimizer.param_groups[:1], step, f"{type(optimizer).__name__}, step()")
     messages = gather_bytes(transport, mine + header.summary().to_bytes())
     check_summaries(transport, header, [Summary.from_bytes(said[len(mine) :]) for said in messages])
@@ -75,8 +89,10 @@ def bad_in(model: nn.Module) -> list[str]:
 
 
 def global_norm(params: Sequence[Tensor], grads: list[Tensor], model_parallel_group: ModelParallelGroup) -> float:
-    """Of all gradients of the model, those of other ranks included. Not torch's clip_grad_norm_: that takes tensors of
-    one mesh, and a tensor-parallel model has plain ones, or sharded over one axis, among those sharded over two.
+    """The norm of all gradients of the model, including other ranks' parts.
+
+    torch's clip_grad_norm_ needs tensors of one mesh, but a tensor-parallel model has plain ones, or ones sharded over
+    one axis, besides those sharded over two.
     """
     squares = [0.0] * len(grads)
     for those in _by_device(grads):
@@ -90,7 +106,7 @@ def global_norm(params: Sequence[Tensor], grads: list[Tensor], model_parallel_gr
 
 
 def _by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The numbers of those that have elements; of several devices where a part of the shards is offloaded."""
+    """The indices of tensors with elements, by device; there are several devices if some shards are offloaded."""
     those: dict[torch.device, list[int]] = {}
     for k, x in enumerate(tensors):
         if x.numel() > 0:
@@ -99,7 +115,7 @@ def _by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def like(p: Tensor, part: Tensor) -> Tensor:
-    """This rank's elements of something in a parameter's shape, as a DTensor where the parameter is one."""
+    """This rank's elements of a tensor in a parameter's shape, as a DTensor if the parameter is one."""
     if not hasattr(p, "to_local") or hasattr(part, "to_local"):
         return part
     from torch.distributed.tensor import DTensor
@@ -115,10 +131,10 @@ def like(p: Tensor, part: Tensor) -> Tensor:
 
 
 def has_sharded_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its moments are DTensors as its parameters are. Our Lamb keeps the local elements, plain."""
+    """Whether the optimizer's moments are DTensors like its parameters. Our Lamb keeps plain local elements."""
     return not isinstance(stepping(optimizer), Lamb)
 
 
 def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that takes the steps, where another keeps its state elsewhere."""
+    """The optimizer that takes the steps, which may be inside another one that moves its state."""
     return optimizer.inner if isinstance(optimizer, Offload) else optimizer

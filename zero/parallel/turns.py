@@ -1,22 +1,24 @@
-"""FSDP2 where ranks use different parts of a model: its collectives in one order, and zeros for what a rank left out.
+"""FSDP2 for ranks that use different parts of a model: collectives in one order, and zeros for what a rank left out.
 
-FSDP2 gathers a module's parameters when it runs, and reduces those gradients that are there. Where one rank runs
-another expert than the next, each meets the other's collective: parameters and gradients of different modules are mixed
-without a word if their sizes agree. `take_turns` makes a parameter without a gradient on this rank count as a zero one:
+FSDP2 gathers a module's parameters when it runs, and reduces the gradients that exist. If two ranks run different
+experts, each takes part in the other's collective, and if their sizes agree, parameters and gradients of different
+modules are silently mixed. `take_turns` makes a parameter without a gradient on this rank count as one with a zero
+gradient:
 
-1. Stages 1 and 2: gathers go through the modules in one order. Who needs the fifth gathers the first four as well;
-   after the model's forward pass the rest. Everything stays gathered until backward, as it would have.
-2. A module's gradients are reduced once in a backward pass, after its last use; in the same order backwards, those of
-   modules that this rank did not run at the end.
-3. Before each reduction the ranks tell which gradients they have: a bit for each parameter, sent with no waiting. Who
-   misses one waits for the answer, and makes zeros of what others have. What nobody has stays without a gradient.
-4. Stage 3 gathers module by module and keeps none: there all ranks must run the same modules in the same order (their
-   experts, inside, may differ). They compare before each collective; DesyncError, on all ranks, says who runs what.
-5. A rank whose loss does not depend on the model (an empty batch) has no backward pass that would do all this.
-   `stand_in` walks through the modules in its place, forwards as well if the model did not run.
+1. At stages 1 and 2 gathers go through the modules in one order. A rank that needs the fifth gathers the first four
+   too, and after the model's forward pass the rest. Everything stays gathered until backward, as it does without this.
+2. A module's gradients are reduced once per backward pass, after its last use and in reverse order; modules that this
+   rank did not run are reduced at the end.
+3. Before each reduction the ranks tell which gradients they have: one bit per parameter, sent without waiting. A rank
+   that lacks one waits for the answer, and makes zeros for what others have. A parameter that no rank has a gradient
+   for stays without one.
+4. Stage 3 gathers module by module and keeps none, so all ranks must run the same modules in the same order (experts
+   within them may differ). They compare before each collective; a DesyncError on all ranks names which rank runs what.
+5. A rank whose loss does not depend on the model (an empty batch) has no backward pass that could do all this.
+   `stand_in` walks through the modules instead, also forwards if the model did not run.
 
-Rests on `unshard`, `pre_forward`, `post_forward`, `pre_backward`, `post_backward`, `_backward_prefetch` and the final
-callback of FSDP2, which are not public: as torch 2.13 has them.
+Depends on `unshard`, `pre_forward`, `post_forward`, `pre_backward`, `post_backward`, `_backward_prefetch` and the final
+callback of FSDP2, which are not public, as they are in torch 2.13.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _HEADER_BYTES = 3
 
 
 def groups_of(module: nn.Module) -> list[Any]:
-    """FSDP2's records of the parameters that it gathers with this module; none for any other module."""
+    """FSDP2's records of the parameters that it gathers with this module; empty for modules without FSDP2."""
     if not isinstance(module, FSDPModule):
         return []
     state = module._get_fsdp_state()
@@ -47,20 +49,25 @@ def groups_of(module: nn.Module) -> list[Any]:
 
 
 def take_turns(model: nn.Module, modules: Sequence[nn.Module], transport: Transport, stage: int) -> None:
-    """Let FSDP2's collectives of a sharded model wait for their turns. All ranks of the transport, the shards; once.
+    """Make FSDP2's collectives of a sharded model wait for their turns. All ranks of the shards call it, once.
 
-    modules: those that went through fully_shard, the root first, in the order in which they run, best. Sends a bit for
-    each parameter and 3 bytes for each module to each peer in a backward pass that reduces; at stage 3 as much with
-    every gather, and waits for it, but not where the transport serves CUDA alone.
+    A backward pass that reduces then sends one bit per parameter and 3 bytes per module to each peer. At stage 3 every
+    gather sends as much, and waits for it unless the transport serves only CUDA.
+
+    Args:
+        model: The sharded model.
+        modules: The modules that went through fully_shard, the root first, preferably in the order in which they run.
+        transport: The transport between the shards.
+        stage: The ZeRO stage.
     """
     model._onebit_turns = _Turns(model, modules, transport, stage)  # type: ignore[assignment]
 
 
 def stand_in(model: nn.Module) -> None:
-    """A backward pass of a loss that does not depend on the model: all gradients are zero, or what had added up before.
+    """Stand in for the backward pass of a loss that does not depend on the model: its gradients are zero.
 
-    All collectives that the other ranks' forward and backward passes have, in their order; at stage 3 as if the modules
-    ran in the order in which `take_turns` was given them.
+    Runs all collectives of the other ranks' forward and backward passes in their order; at stage 3 as if the modules
+    ran in the order in which `take_turns` got them. Gradients that had added up before are kept.
     """
     state: Any = model._get_fsdp_state()  # type: ignore[operator]
     state._lazy_init()
@@ -71,12 +78,12 @@ def stand_in(model: nn.Module) -> None:
 
 
 def passes_of(model: nn.Module) -> int:
-    """Backward passes that went through this model, `stand_in`'s among them; 0 of one whose parts were sharded."""
+    """How many backward passes went through this model, including `stand_in`; 0 if only parts of it were sharded."""
     return getattr(model, "_onebit_passes", 0)
 
 
 def count_passes(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Let `passes_of` know. modules: those that went through fully_shard. Once, before `take_turns`."""
+    """Count backward passes for `passes_of`. Call it once, before `take_turns`, with the modules of fully_shard."""
     model._onebit_passes = 0  # type: ignore[assignment]
 
     def end_backward(own: Callable[[], None]) -> None:
@@ -89,7 +96,7 @@ def count_passes(model: nn.Module, modules: Sequence[nn.Module]) -> None:
 
 
 def forget_uses(model: nn.Module) -> None:
-    """Forward passes that no backward pass has followed will have none."""
+    """Forget forward passes without a backward pass, which will not have one any more."""
     turns = getattr(model, "_onebit_turns", None)
     if turns is not None:
         turns.uses = [0] * len(turns.groups)
@@ -113,7 +120,7 @@ class _Turns:
             group.unshard = partial(self._unshard, k)
             group.pre_forward = partial(self._pre_forward, k)
             group.post_backward = partial(self._post_backward, k)
-            if stage < 3:  # all are gathered; and behind several forward passes FSDP2 prefetches what has had its turn
+            if stage < 3:  # all are gathered anyway, and FSDP2 could prefetch out of turn
                 group._backward_prefetch = lambda: None
         for module in modules:
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
@@ -161,7 +168,7 @@ class _Turns:
             self._reduce_ready()
 
     def _end_backward(self, own: Any) -> None:
-        """What has not had its turn has it now."""
+        """Give modules that have not had their turn their turn now."""
         if self._stage < 3:
             self._ready = [bool(group.reduce_grads) for group in self.groups]
             self._reduce_ready()
@@ -174,7 +181,7 @@ class _Turns:
     def _reduce_ready(self) -> None:
         while self._next >= 0 and self._ready[self._next]:
             if self._next == len(self.groups) - 1:
-                self._gather_all()  # those that no forward pass of this rank has
+                self._gather_all()  # modules that this rank did not run
             self._reduce(self._next)
             self._next -= 1
 
@@ -187,7 +194,7 @@ class _Turns:
                 if is_anywhere and not is_here:
                     p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
             if any(p.unsharded_accumulated_grad is not None for p in trained):
-                for p in trained:  # of one dtype
+                for p in trained:  # FSDP2 reduces gradients of one dtype together
                     if _has_gradient(p) and p.unsharded_accumulated_grad is None:
                         p.to_accumulated_grad_if_needed()
         self._own[k][2]()
@@ -195,7 +202,7 @@ class _Turns:
     # ---------------------------------------------------------------- without a graph
 
     def walk(self) -> None:
-        """Forward, unless the model ran, and backward through its groups, up to what the final callback does."""
+        """Go forward (unless the model ran) and backward through the groups; the final callback does the rest."""
         if self._stage < 3:
             self._gather_all()
             return
@@ -217,7 +224,7 @@ class _Turns:
     # ---------------------------------------------------------------- what ranks tell each other
 
     def _ask(self, kind: int, k: int, present: Sequence[bool]) -> Sequence[bool]:
-        """Which of these gradients any rank has. Waits only where it is not plain, and at stage 3."""
+        """Which of these gradients any rank has. Waits only if this rank lacks one, and at stage 3."""
         bits = sum(1 << j for j, is_here in enumerate(present) if is_here)
         row = bytes([kind]) + k.to_bytes(2, "little") + bits.to_bytes(self._row_bytes - _HEADER_BYTES, "little")
         row_B = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(self._device)

@@ -1,8 +1,8 @@
-"""What pipeline stages send each other, activations down and their gradients up, in frames of 8 or 4 bits per element.
+"""Compresses what pipeline stages send each other (activations and their gradients) to 8 or 4 bits per element.
 
-`CompressedStage` is torch.distributed.pipelining's PipelineStage with another wire; every schedule takes it.
-`quantised_boundary` does to a tensor in one process what the wire between two stages does. The codecs are those of the
-collectives (`onebit/comm/`); a pipeline is built in `run.py`. The measurements behind the defaults:
+`CompressedStage` is torch.distributed.pipelining's PipelineStage with compressed messages; it works with every
+schedule. `quantised_boundary` does to a tensor in one process what the wire between two stages does. The codecs are
+those of the collectives (`onebit/comm/`); `run.py` builds the pipeline. The defaults follow the measurements in
 `scripts/records/activations_2026-11.md`.
 """
 
@@ -20,8 +20,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from ...comm import CODECS, Codec, codec_named
 
-# By name. "fp32": tensors go as they are, in whatever type a stage computes. Blocks of 64: with 256, int4 activations
-# leave twice the error in the gradients of weights, for 5 % fewer bytes. What to choose: the record.
+# "fp32" sends tensors unchanged, in whatever type a stage computes. Blocks have 64 elements: with 256, int4 activations
+# leave twice the error in the gradients of weights, for 5 % fewer bytes. The record compares the choices.
 _BLOCK = 64
 WIRES: dict[str, Codec | None] = {
     name: codec_named(name, _BLOCK if kind.leaves_residual else 8) for name, kind in CODECS.items()
@@ -29,16 +29,19 @@ WIRES: dict[str, Codec | None] = {
 
 
 def frame_bytes(codec: Codec, numel: int) -> int:
-    """What a tensor of this many elements is on the wire, padded to whole blocks."""
+    """The bytes of a tensor of `numel` elements on the wire, padded to whole blocks."""
     return codec.frame_bytes(_padded(codec, numel))
 
 
 @torch.no_grad()
 def encode(codec: Codec, x: Tensor, error: Tensor | None = None) -> Tensor:
-    """x + error as a frame: uint8 [frame_bytes]. x: any shape, any floating type; blocks run over it flattened.
+    """Encode x + error as a frame, uint8 [frame_bytes]. A block with a NaN or an infinity decodes as NaN.
 
-    error: float32, x's elements padded to whole blocks [1, N]; what the frame does not say is left in it.
-    A block with a NaN or an infinity is decoded as NaN.
+    Args:
+        codec: The codec.
+        x: A tensor of any shape and floating type, which is flattened into blocks.
+        error: float32 [1, N], x's elements padded to whole blocks; it is replaced by the new residual. None (default)
+            without error feedback.
     """
     row_1N = x.new_zeros(1, _padded(codec, x.numel()), dtype=torch.float32)
     row_1N[0, : x.numel()].copy_(x.reshape(-1))
@@ -51,7 +54,7 @@ def encode(codec: Codec, x: Tensor, error: Tensor | None = None) -> Tensor:
 
 @torch.no_grad()
 def decode_(codec: Codec, frame: Tensor, out: Tensor) -> None:
-    """out ← the values of the frame, rounded to its type. out: the shape that was encoded, any floating type."""
+    """Decode a frame into `out`, rounded to its floating type. `out` has the shape that was encoded."""
     row_1N = out.new_empty(1, _padded(codec, out.numel()), dtype=torch.float32)
     codec.decode(frame.unsqueeze(0), row_1N)
     out.copy_(row_1N[0, : out.numel()].view(out.shape))
@@ -60,20 +63,29 @@ def decode_(codec: Codec, frame: Tensor, out: Tensor) -> None:
 class CompressedStage(PipelineStage):
     """A PipelineStage whose tensors travel to other stages as frames of a codec.
 
-    torch's stage says what is to be sent and received, and to whom; this class puts frames in place of the tensors:
-    1. get_fwd_send_ops, get_bwd_send_ops: floating tensors are encoded; the others go as they are.
-    2. get_fwd_recv_ops, get_bwd_recv_ops: a frame is received next to the buffer that torch's stage has allotted.
-    3. forward_one_chunk, backward_one_chunk: the schedule has waited for the frames; they are decoded to that buffer.
-    Neighbours on one rank (V schedules) hand each other tensors: nothing is sent, and nothing rounded.
+    torch's stage decides what is sent and received, and between which ranks; this class sends frames instead:
+    1. get_fwd_send_ops, get_bwd_send_ops: floating tensors are encoded; others are sent unchanged.
+    2. get_fwd_recv_ops, get_bwd_recv_ops: a frame is received next to the buffer that torch's stage has allocated.
+    3. forward_one_chunk, backward_one_chunk: the schedule has waited for the frames; they are decoded into that buffer.
+    Neighbours on one rank (V schedules) pass each other tensors, without sending or rounding.
 
-    forward_codec: of activations; backward_codec: of their gradients; None: as they are. The same on all stages.
-    error_feedback: what the frame of a gradient left out is added to the gradient of the same micro-batch in the next
-    step. It holds one float32 per element that this rank sends up, it steps even where the optimizer skips a step, and
-    it is worth little: see the record. Of activations it would be harmful, and is not offered.
-    Of values that are not finite a receiver gets NaN for the block, so that a vote on overflow sees them. What has
-    rounded up beyond float16 arrives as infinite.
+    If a value is not finite, the receiver gets NaN for its block, so that a vote on overflow notices. Values that round
+    up beyond float16's range arrive as infinite.
 
-    sent_bytes: payload sent to other ranks since the stage was made, activations and gradients.
+    Args:
+        *args: PipelineStage's arguments.
+        forward_codec: The codec of activations; None (default) sends them unchanged. The same on all stages.
+        backward_codec: The codec of their gradients; None (default) sends them unchanged. The same on all stages.
+        error_feedback: Whether the residual of a gradient's frame is added to the gradient of the same micro-batch in
+            the next step, also if the optimizer skips a step. Needs one float32 per element that this rank sends back,
+            and gains little: see the record. False by default. For activations it would do harm, and is not offered.
+        **kwargs: PipelineStage's keyword arguments.
+
+    Attributes:
+        sent_bytes: Payload bytes sent to other ranks since the stage was made, activations and gradients.
+
+    Raises:
+        ValueError: error_feedback without a backward_codec that leaves a residual.
     """
 
     def __init__(
@@ -84,7 +96,7 @@ class CompressedStage(PipelineStage):
         error_feedback: bool = False,
         **kwargs: Any,
     ) -> None:
-        """args, kwargs: those of PipelineStage."""
+        """See the class."""
         super().__init__(*args, **kwargs)
         if error_feedback and not (backward_codec and backward_codec.leaves_residual):
             raise ValueError(
@@ -98,11 +110,11 @@ class CompressedStage(PipelineStage):
         self._arriving: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}  # frames and where they belong
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """What this stage on this rank still owes: float32 [1, N] each; empty without error feedback."""
+        """This stage's residuals on this rank: float32 [1, N] each; empty without error feedback."""
         return {"errors": dict(self._errors)}
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Continue from a `state_dict` of the same stage with as many micro-batches; copies."""
+        """Continue from a copy of a `state_dict` of the same stage with equally many micro-batches."""
         self._errors = {key: error.to(self.device, copy=True) for key, error in state.get("errors", {}).items()}
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
@@ -131,7 +143,7 @@ class CompressedStage(PipelineStage):
         super().clear_runtime_states()
         self._arriving.clear()
 
-    # Before the first step torch runs the stage on memory as it comes, to learn the shapes of what is sent.
+    # Before the first step torch runs the stage on uninitialised memory, to learn the shapes of what is sent.
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._leaving_no_trace():
@@ -145,16 +157,16 @@ class CompressedStage(PipelineStage):
         x: Tensor = super()._to_tensor(arg)
         if not isinstance(arg, Tensor):
             with torch.no_grad():
-                x.zero_()  # numbers that index something are in range
+                x.zero_()  # uninitialised integers could be indices out of range
         return x
 
     @contextmanager
     def _leaving_no_trace(self) -> Iterator[None]:
-        """After it buffers (running statistics) are as they were; so are random streams, by torch's own doing."""
+        """Restore buffers (running statistics) afterwards; torch itself restores random streams."""
         held = [(buffer, buffer.detach().clone()) for buffer in self.submod.buffers()]
         yield
         for buffer, before in held:
-            buffer.data.copy_(before)  # past autograd, whose backward of that run may be still to come
+            buffer.data.copy_(before)  # hidden from autograd, whose backward pass of that run may still follow
 
     def _sending(self, ops: list[P2POp], codec: Codec | None, errors: Sequence[Tensor | None] = ()) -> list[P2POp]:
         for op, error in zip_longest(ops, errors):
@@ -192,10 +204,10 @@ class CompressedStage(PipelineStage):
 
 
 def quantised_boundary(x: Tensor, forward_codec: Codec | None, backward_codec: Codec | None) -> Tensor:
-    """x as the next stage would receive it; its gradient is what this stage would receive.
+    """x as the next stage would receive it; its gradient is what this stage would receive back.
 
-    For a model in one process that is to compute what a pipeline computes: a reference, or an evaluation of weights
-    that were trained over a wire of few bits. None: nothing is changed.
+    For a model in one process that must compute what a pipeline computes: as a reference, or to evaluate weights that
+    were trained with compressed messages. A codec of None changes nothing.
     """
     return _Boundary.apply(x, forward_codec, backward_codec)  # type: ignore[no-any-return,no-untyped-call]
 
