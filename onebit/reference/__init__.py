@@ -9,5 +9,5 @@
     sharded        the first three with their state divided over the workers
     codecs         one bit, four and eight
 
-The tests hold the optimizers to these. They are slow, know no network, and forgive no wrong shape.
+The tests compare the optimizers with these. They are slow, have no network, and do not check shapes.
 """

@@ -1,4 +1,4 @@
-"""What a frame says of a row: one bit, four or eight, in blocks with a scale each. Float64 in, the decoded values out.
+"""The values that a frame holds for a row: one bit, four or eight, in blocks with a scale each. Float64 in and out.
 
 A block has 256 elements and never straddles two parameters. `docs/wire-format.md` has the bytes.
 """
@@ -41,13 +41,13 @@ def parameter_blocks(sizes: Sequence[int], block: int) -> list[slice]:
 
 
 def scale_above(largest: float) -> float:
-    """The least bfloat16 that is not below: no element of a block is clipped by rounding its scale."""
+    """The least bfloat16 not below `largest`, so that rounding the scale clips no element of a block."""
     bits = np.asarray(largest, dtype=np.float32).view(np.uint32).astype(np.uint64)
     return float(((bits + 0xFFFF) & 0xFFFF0000).astype(np.uint32).view(np.float32))
 
 
 def whole_steps(c: Array, blocks: Blocks, most: int) -> Array:
-    """Whole steps, at most this many, of each block's max/most."""
+    """Round to whole multiples, at most `most`, of each block's maximum divided by `most`."""
     q = np.zeros_like(c)
     for block in blocks:
         s = scale_above(np.float32(np.abs(c[block]).max()) / np.float32(most))
@@ -57,19 +57,20 @@ def whole_steps(c: Array, blocks: Blocks, most: int) -> Array:
 
 
 def eight_bits(c: Array, blocks: Blocks) -> Array:
-    """Gradients of the warm-up and of refreshes, by default."""
+    """The default code for gradients in the warm-up and in refreshes."""
     return whole_steps(c, blocks, 127)
 
 
 def four_bits(c: Array, blocks: Blocks) -> Array:
-    """Parameter differences that come down from their owners."""
+    """The default code for parameter differences that owners send back."""
     return whole_steps(c, blocks, 7)
 
 
 def four_log_bits(c: Array, blocks: Blocks) -> Array:
-    """A sign and the nearest of s, s/2, ..., s/128, s the block's max, rounded up.
+    """A sign and the nearest of s, s/2, ..., s/128, where s is the block's maximum, rounded up.
 
-    Half way between two, the larger. In a block with a zero, or with padding, zeros stay and s/64 is the least.
+    Values half way between two become the larger one. In a block with a zero, or with padding, zeros stay zero, and
+    s/64 is the least of the others.
     """
     q, full = np.zeros_like(c), max(block.stop - block.start for block in blocks)
     for block in blocks:
@@ -83,7 +84,7 @@ def four_log_bits(c: Array, blocks: Blocks) -> Array:
 
 
 def signs(c: Array, blocks: Blocks) -> tuple[Array, Array]:
-    """s·sgn(c) with s = mean|c| of the block, as sharded momentum travels; and s at each element."""
+    """s·sgn(c) with s = mean|c| of the block, the code of sharded momentum; and s at each element."""
     s = np.zeros_like(c)
     for block in blocks:
         s[block] = to_bfloat16(np.mean(np.abs(c[block])))

@@ -1,4 +1,4 @@
-"""LaProp (arXiv 2002.04839, Algorithm 1): the momentum averages g/D, each gradient over the D of its own step."""
+"""LaProp (arXiv 2002.04839, Algorithm 1): the momentum averages g/D, each gradient divided by the D of its step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Local steps: AdamW on each worker, differences in one bit every N steps, error feedback on both phases.
 
-DiLoCo (arXiv 2311.08105) with its outer step, and with weights averaged where that step is 1 and 0; SCAFFOLD's control
-variates (arXiv 1910.06378) in moves per learning rate.
+DiLoCo (arXiv 2311.08105) with its outer step; with an outer rate of 1 and momentum of 0 it averages weights. SCAFFOLD's
+control variates (arXiv 1910.06378) are in moves per learning rate.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from .codecs import Array
 class LocalSteps:
     """AdamW on each worker, differences in compressed frames every N steps, error feedback on both phases.
 
-    w: [n, d], one row per worker. theta: what all agree on. e: [n, d]; E: [d], all owners' chunks together. C: the
-    compression of one message. Decay acts on w in every step and on theta for as many, so that it is in no difference.
-    drift: [n, d], how much further than each worker the mean has moved per learning rate, learnt over correction_steps.
+    w: [n, d], one row per worker. theta: the anchor that all agree on. e: [n, d], worker errors; E: [d], all owners'
+    server errors. C: the compression of one message. Decay acts on w in every step, and on theta for as many steps, so
+    that it is in no difference. drift: [n, d], how much further than each worker the mean has moved per learning rate,
+    an average over correction_steps.
     """
 
     w: Array
@@ -42,7 +43,7 @@ class LocalSteps:
         self.keep, self.steps = 1.0, 0
 
     def step(self, grads: Array) -> None:
-        """One AdamW step on every worker, by its own gradient."""
+        """One AdamW step on every worker, each with its own gradient."""
         self.steps += 1
         b1, b2 = self.betas
         self.w *= 1.0 - self.lr * self.decay
@@ -55,7 +56,7 @@ class LocalSteps:
         self.since += 1
 
     def round(self, away: Sequence[int] = (), weights: Sequence[float] | None = None) -> None:
-        """Differences up, their mean down. away: workers that send nothing and owe theirs."""
+        """Send differences to the owners and their mean back. away: workers that keep their difference for later."""
         q = np.zeros_like(self.w)
         for i in range(len(self.w)):
             gamma = 1.0 if weights is None else weights[i]

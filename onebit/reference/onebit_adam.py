@@ -1,7 +1,7 @@
 """1-bit Adam (Tang et al., ICML 2021, arXiv 2102.02888), with error feedback on both phases and m/D in the frames.
 
 Read `OnebitAdam.step`, then `compress`. Worker i's gradient is row i of `grads`; all vectors are flat float64. Dense
-steps are AdamW's; later dense steps refresh the variance. `docs/differences.md` says what differs from the paper.
+steps are AdamW's; later dense steps refresh the variance. `docs/differences.md` lists the differences from the paper.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .codecs import Array, Blocks, compress, mean_in, parameter_blocks
 
 @dataclass
 class CompressedMomentum:
-    """Adam's moments of n workers: dense steps, then steps that send momentum in one bit. `advance` gives m̂/D.
+    """Adam's moments of n workers: dense steps, then steps that send momentum in one bit. `advance` returns m̂/D.
 
-    x: the parameters, flat; sizes: how many elements each has. dense: whether gradients travel in a step (from 0).
-    bits: what they travel in; None: in full. of_moves: m averages g/D, each over the D of its own step (LaProp).
+    x: the parameters, flat; sizes: the elements of each. dense: whether gradients are sent in a step, counted from 0.
+    bits: the code of gradients; None: in full. of_moves: m averages g/D, each divided by the D of its step (LaProp).
     """
 
     x: Array
@@ -47,11 +47,11 @@ class CompressedMomentum:
         self.t = self.t_dense = 0  # steps taken; the last dense one
 
     def step(self, grads: Array, lr: float) -> None:
-        """Move x by what `advance` gives. grads: [workers, d]."""
+        """Move x by what `advance` returns. grads: [workers, d]."""
         raise NotImplementedError
 
     def advance(self, grads: Array) -> Array:
-        """One step of the moments; what the parameters then move by, before the learning rate."""
+        """Advance the moments by one step; returns the move of the parameters without the learning rate."""
         self.t += 1
         if self.dense(self.t - 1):
             self.take_in(grads.mean(0) if self.bits is None else mean_in(self.bits, grads, self.blocks))
@@ -83,13 +83,13 @@ class CompressedMomentum:
     # ---- compressed steps
 
     def freeze(self) -> None:
-        """From here on the momentum is kept as m/D, the coordinates in which elements of a block have one size."""
+        """From now on keep the momentum as m/D, in which the elements of a block have similar sizes."""
         if self.d is None:
             self.set_denominator()
             self.update = self.m if self.of_moves else self.m / self.d
 
     def set_denominator(self) -> None:
-        """D is all that is kept of the variance."""
+        """Set D, which is all that is kept of the variance."""
         self.d = floored_denominator(self.v / self.total, self.blocks, self.floor, self.eps)
         self.v = (self.d - self.eps) ** 2 * self.total
 
@@ -106,9 +106,10 @@ class CompressedMomentum:
         self.server_error = a - self.update
 
     def normalised(self, g: Array, t: int) -> Array:
-        """g/D, but a gradient far beyond the frozen D counts in it: by what g² would weigh in a refresh in step t.
+        """g/D, where g² is added to the frozen D, so that a gradient far beyond it is bounded.
 
-        If no refresh ever comes, by 1 - b2; divided among the workers.
+        It gets the weight that it would have in a refresh in step t (1 - b2 without refreshes), divided by the number
+        of workers.
         """
         weight = late_weight(self.betas[1], t - self.t_dense)
         share = weight / ((1 - weight) * self.total + weight) if self.is_refreshed else 1 - self.betas[1]

@@ -1,7 +1,7 @@
 """1-bit LAMB (Li et al., arXiv 2104.06069): 1-bit Adam's momentum, and a trust ratio for each layer.
 
-While gradients travel, LAMB's ratio ‖x‖/‖u‖; afterwards the average of those ratios, times how the variance would have
-changed (the paper's scaling, here from each worker's own gradient).
+While gradients are sent, the ratio is LAMB's, ‖x‖/‖u‖; afterwards it is the average of those ratios, times the factor
+by which the variance would have changed (the paper's scaling, here from each worker's own gradient).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .onebit_adam import CompressedMomentum
 
 
 def trust_ratio(x: Array, u: Array, least: float, most: float) -> float:
-    """‖x‖/‖u‖ within bounds; 1 where one of them is zero."""
+    """‖x‖/‖u‖ within bounds; 1 if one of them is zero."""
     a, b = np.linalg.norm(x), np.linalg.norm(u)
     return float(np.clip(a / b, least, most)) if a > 0 and b > 0 else 1.0
 
@@ -24,8 +24,8 @@ def trust_ratio(x: Array, u: Array, least: float, most: float) -> float:
 class OnebitLamb(CompressedMomentum):
     """1-bit LAMB: x_l ← x_l - lr·c_l·(r_l·m̂/D + wd·x_l), layer by layer.
 
-    follows: the variance stays frozen and r_l follows what it would have become; else r_l = 1, and dense steps after
-    the warm-up scale c_l with the layer's norm.
+    With `follows` the variance stays frozen, and r_l follows what it would have become. Otherwise r_l = 1, and dense
+    steps after the warm-up scale c_l with the layer's norm.
     """
 
     follows: bool = True

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., 2024) whose momentum is made of increments in one bit. No paper has the one-bit form."""
+"""Muon (Jordan et al., 2024) with a momentum built from increments in one bit. No paper describes the one-bit form."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def orthogonalised(x: Array, steps: int = 5) -> Array:
 
 @dataclass
 class OnebitMuon:
-    """Muon for n workers whose momentum is made of increments in one bit, with error feedback in both phases.
+    """Muon for n workers, with a momentum built from increments in one bit, and error feedback in both phases.
 
-    shapes: of the matrices, which lie one after another in x. dense: how many steps take the mean gradient first.
+    shapes: those of the matrices, which are concatenated in x. dense: how many first steps use the mean gradient.
     """
 
     x: Array

@@ -1,7 +1,8 @@
-"""1-bit Adam, LAMB and 0/1 Adam sharded across nodes: momentum goes up to the owners, parameter differences come down.
+"""1-bit Adam, LAMB and 0/1 Adam sharded across nodes: owners receive momentum, and send parameter differences back.
 
-Each element has an owner, which keeps its variance and its float32 master. Read `ShardedAdam.step`: what goes up enters
-the momentum at once, the owner's variance is made of its own gradient and of what all others sent.
+Each element has an owner, which keeps its variance and its float32 master. Read `ShardedAdam.step`: what is sent to
+owners enters the momentum at once, and the owner's variance is computed from its gradient and from what all others
+sent.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from .codecs import Array, Blocks, eight_bits, four_bits, parameter_blocks, sign
 
 @dataclass
 class ShardedAdam:
-    """x: what every rank holds. owner: which worker's gradient the variance of an element is made of.
+    """1-bit Adam sharded across nodes.
 
-    warmup: steps whose momentum goes up in eight bits, or whose gradients go up in `warmup_bits`. down: "int4" or
-    "sign". has_masters: False is stage 0, where updates come down. bf16_*: what is kept in bfloat16.
+    x: the parameters that every rank holds. owner: the worker that owns each element. warmup: steps that send momentum
+    in eight bits, or gradients in `warmup_bits`. down: "int4" or "sign". has_masters: False is stage 0, in which
+    updates are sent back. bf16_*: what is kept in bfloat16.
     """
 
     x: Array
@@ -54,7 +56,7 @@ class ShardedAdam:
         self.squares = np.zeros(size)  # of the owners' gradients that went before, each by its share
 
     def own(self, rows: Array) -> Array:
-        """Of each element, its owner's row."""
+        """For each element its owner's row."""
         return rows[self.owner, np.arange(len(self.x))]
 
     def clip_factor(self, grads: Array) -> float:
@@ -126,7 +128,7 @@ class ShardedAdam:
 
 @dataclass
 class ShardedLamb(ShardedAdam):
-    """Each parameter moves by a share of its norm."""
+    """1-bit LAMB sharded across nodes: each parameter moves by a share of its norm."""
 
     weight_decay: float = 0.0
     min_coeff: float = 0.01
@@ -156,13 +158,13 @@ class ShardedLamb(ShardedAdam):
 
 @dataclass
 class ShardedZeroOneAdam(ShardedAdam):
-    """Of H steps only the last is `step`; the gradients of the others wait."""
+    """0/1 Adam sharded across nodes: only the last of H steps is `step`; the gradients of the others wait for it."""
 
     waited: int = 0
     moved_lr: float = 0.0
 
     def take(self, grads: Array, lr: float, interval: int) -> None:
-        """One step of a cycle of this many."""
+        """Take one step of a cycle of `interval` steps."""
         (b1, _), n = self.betas, self.workers
         self.share, self.waited = 1 / interval, self.waited + 1
         self.moved_lr += lr
@@ -177,7 +179,7 @@ class ShardedZeroOneAdam(ShardedAdam):
             self.squares[mine] += self.share * g[mine] ** 2
 
     def own_clip_factor(self, i: int, g: Array) -> float:
-        """As `clip_factor`, from what worker i knows: its own norm, and n times the product on its chunk."""
+        """As `clip_factor`, from what worker i knows: its norm, and n times the product on its chunk."""
         n = self.workers
         past = self.mean_factor / self.factor_weight if self.factor_weight else 1.0
         product = n * float((g * self.m_hat)[self.owner == i].sum()) / past

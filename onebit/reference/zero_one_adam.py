@@ -13,10 +13,10 @@ from .onebit_adam import floored_denominator, late_weight
 
 @dataclass
 class ZeroOneAdam:
-    """0/1 Adam for n workers: which round a step is comes from outside ("variance", "sync" or "local").
+    """0/1 Adam for n workers. The caller decides what each step is: "variance", "sync" or "local".
 
-    Per worker: x_i, u_i and m_i, the average of gradients that were divided by the D of their step; the variance and
-    what a synchronisation leaves are shared. The dense mean gradient of a variance step is exact here.
+    Each worker has x_i, u_i and m_i, the average of gradients divided by the D of their step. The variance and the
+    result of a synchronisation are shared. The dense mean gradient of a variance step is exact here.
     """
 
     x0: Array
