@@ -66,7 +66,7 @@ struct AdamJob {
   }
 };
 
-// The last block, of fewer elements, with zeros behind them.
+// The last block, of fewer elements, padded with zeros.
 struct Padded {
   alignas(64) float p[kBlock] = {}, g[kBlock] = {}, m[kBlock] = {}, v[kBlock] = {}, out[kBlock];
   Block block;

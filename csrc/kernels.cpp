@@ -61,7 +61,7 @@ struct DecodeMeanJob {
   int64_t block;
 };
 
-// Where a fused encoder writes, and what it adds: rows of J blocks, all of error and residual without gaps.
+// Where a fused encoder writes, and what it adds: rows of J blocks. Error and residual are contiguous.
 struct FusedEncode {
   const void* error;
   FloatKind error_kind;
@@ -74,7 +74,7 @@ struct FusedEncode {
   int64_t J;
   int64_t block;
   bool mean_abs;
-  bool returns = false;  // a share of what is sent stays owed
+  bool returns = false;  // a share of the value sent stays in the residual
   float returned = 0.0f;
 };
 
@@ -85,7 +85,7 @@ struct EncodeMeanJob {
   int64_t K;
 };
 
-// Tensors where they lie: segment s begins with block first[s] of the rows.
+// Tensors in place: segment s begins with block first[s] of the rows.
 struct PointersJob {
   void* const* data;
   const int32_t* kinds;
@@ -97,7 +97,7 @@ struct PointersJob {
 struct MomentumJob {
   FusedEncode to;
   PointersJob grads;
-  const float* D;      // or the variance, where there is a
+  const float* D;      // or the variance, if there is a
   const float* floor;  // floor for each block
   float correction, eps;
   const uint8_t* m_frames;  // either these
@@ -106,7 +106,7 @@ struct MomentumJob {
   float keep, add, own, unscale;
 };
 
-// What is owed is the error and the residual; where it stays, there is no residual.
+// The residual of accumulated gradients is both error and residual; if it must not change, no residual is passed.
 struct GradientJob {
   FusedEncode to;
   PointersJob grads;
@@ -127,7 +127,7 @@ struct ApplyJob {
 struct LocalJob {
   PointersJob grads;
   PointersJob params;
-  const float* D;      // or the variance, where there is a
+  const float* D;      // or the variance, if there is a
   const float* floor;  // floor for each block
   float correction, eps;
   float* m;
@@ -255,7 +255,7 @@ const Kernels* kernels_for(int isa) {
   }
 }
 
-// Zeroes what lies behind the last scale of each row.
+// Zeroes the bytes after the last scale of each row.
 void clear_tails(uint8_t* frames, int64_t frame_stride, int64_t K, int64_t frame_bytes, int64_t used_bytes) {
   if (frame_bytes == used_bytes) return;  // frames of no blocks have no memory
   for (int64_t k = 0; k < K; ++k) std::memset(frames + k * frame_stride + used_bytes, 0, frame_bytes - used_bytes);

@@ -10,11 +10,11 @@
 // - c stays in registers between the sum and the residual, 16 of them for a block of 256: each byte of memory is read
 //   once and written once. Blocks above kLargestKept elements compute c twice instead.
 // - A load instruction of a warp takes 64 bytes of each of two blocks, whole sectors, and needs no alignment but the
-//   element's: gradients and parameters are read where they lie. Four floats per thread would need fewer instructions
+//   element's: gradients and parameters are read in place. Four floats per thread would need fewer instructions
 //   (a load in 16 bytes, 4 threads per block), but four times the registers per thread, 16-byte alignment of every
 //   tensor, and six exchanges to bring 4-bit pieces of the signs together.
 // - What hides latency is bytes in flight: kBatch rows of every input are loaded before the first is used (also no
-//   division, which is a branch, lies between them), 32 bytes per input and thread. A multiprocessor of an H100 needs
+//   division, which is a branch, is between them), 32 bytes per input and thread. A multiprocessor of an H100 needs
 //   20-40 KiB in flight for all of its share of the memory's bandwidth; 1024 threads with three inputs have 96.
 //
 // Compiled with --fmad=false: every product and every sum rounds once; division and square root round to nearest.
@@ -77,8 +77,8 @@ __device__ __forceinline__ float float_from_bf16(u32 bits) { return __uint_as_fl
 
 __device__ __forceinline__ int lane() { return threadIdx.x % kLanes; }
 
-// Which block this half-warp does. A half-warp behind the last does the last again, for warps vote as one, and does not
-// write (`inside`).
+// The block of this half-warp. A half-warp past the last block computes the last one again, because a warp votes as a
+// whole, and does not write (`inside`).
 struct Place {
   u32 b, k, j;  // b counts all K·J blocks, row after row
   bool inside;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void store_floats(void* data, int kind, i64 at, const
   store_words(static_cast<u16*>(data) + at, raw, room);
 }
 
-// c ← c + error where there is one, and +0.0 behind the first `count` elements of the block.
+// c ← c + error if there is one, and +0.0 after the first `count` elements of the block.
 __device__ __forceinline__ void finish_c(float* c, u32 (&error)[kBatch], int error_kind, int count, int row) {
   widen(error, error_kind);
   if (error_kind != kNone) {
@@ -165,7 +165,7 @@ __device__ __forceinline__ void finish_c(float* c, u32 (&error)[kBatch], int err
   }
 }
 
-// The zero bytes behind the last scale of a row, less than 16, by the half-warp of the row's last block.
+// Writes the zero bytes after the last scale of a row, fewer than 16, in the half-warp of the row's last block.
 __device__ __forceinline__ void clear_tail(u8* frame, i64 used_bytes, i64 frame_bytes, const Place& at, u32 J) {
   if (at.inside && at.j == J - 1 && used_bytes + 2 * lane() < frame_bytes)
     reinterpret_cast<u16*>(frame + used_bytes)[lane()] = 0;

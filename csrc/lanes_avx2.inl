@@ -49,7 +49,7 @@ struct Lanes {
     constexpr int kNearestEven = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm256_round_ps(low, kNearestEven), _mm256_round_ps(high, kNearestEven)};
   }
-  // a where a > b and else b: b where one of them is a NaN.
+  // a if a > b, otherwise b; so b if one of them is a NaN.
   ONEBIT_TARGET static Lanes larger(Lanes a, Lanes b) {
     return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
   }

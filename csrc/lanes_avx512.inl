@@ -38,7 +38,7 @@ struct Lanes {
   ONEBIT_TARGET Lanes rounded() const {
     return {_mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
   }
-  // a where a > b and else b: b where one of them is a NaN.
+  // a if a > b, otherwise b; so b if one of them is a NaN.
   ONEBIT_TARGET static Lanes larger(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }
   // Of lanes without a sign bit, by their bits: an infinity is above every number and a NaN above both.
   ONEBIT_TARGET static Lanes larger_bits(Lanes a, Lanes b) {

@@ -65,7 +65,7 @@ struct Lanes {
     };
     return {{whole(v[0]), whole(v[1]), whole(v[2]), whole(v[3])}};
   }
-  // a where a > b and else b: b where one of them is a NaN.
+  // a if a > b, otherwise b; so b if one of them is a NaN.
   static Lanes larger(const Lanes& a, const Lanes& b) {
     Lanes larger;
     for (int i = 0; i < 4; ++i) {

@@ -1,4 +1,4 @@
-// Sign frames: what a block of them is made of, and their kernels. Behind lanes.cu.
+// Sign frames: the parts of a block, and their kernels. Compiled after lanes.cu.
 
 #if ONEBIT_BLOCK % 64 == 0
 namespace {
@@ -13,11 +13,11 @@ __device__ __forceinline__ float sum_in_halves(float lane_sum) {
   return lane_sum;
 }
 
-// Tensors where they lie: segment s begins with block first[s]; owners: the segment of each block, -1 for none.
+// Tensors in place: segment s begins with block first[s]; owners: the segment of each block, -1 for none.
 struct Pointers {
   const int* owners;
-  const i64* data;   // and, behind its S addresses, their kinds
-  const i64* first;  // and, behind it, the lengths
+  const i64* data;   // S addresses, followed by their kinds
+  const i64* first;  // followed by the lengths
   int S;
 
   __device__ __forceinline__ int kind(int s) const { return static_cast<int>(data[S + s]); }
@@ -48,7 +48,7 @@ struct Signs {
       words[2 * i + 1] = static_cast<u32>(four_rows >> 32) << (15 - lane());
     }
   }
-  // magnitude with the sign put in; the other way round where it is negative.
+  // magnitude with the sign put in; the opposite sign if magnitude is negative.
   __device__ __forceinline__ float value(int r, float magnitude) const {
     const u32 word = r % 2 ? words[r / 2] : words[r / 2] << 16;
     return __uint_as_float(__float_as_uint(magnitude) ^ (word & kSignBit));
@@ -141,7 +141,7 @@ struct QuadSigns {
 #pragma unroll
     for (int i = 0; i < kQuadBatch; ++i) words[i] = static_cast<u32>(from[i] >> (4 * lane()));
   }
-  // magnitude with the sign put in; the other way round where it is negative.
+  // magnitude with the sign put in; the opposite sign if magnitude is negative.
   __device__ __forceinline__ float value(int i, int e, float magnitude) const {
     return __uint_as_float(__float_as_uint(magnitude) ^ ((words[i] << (31 - e)) & kSignBit));
   }
@@ -171,10 +171,10 @@ __device__ __forceinline__ void compute_c(Source& source, const Target& to, int 
   finish_c(c, error, to.error_kind, to.count, row);
 }
 
-// What becomes of what was owed: a block's residual; nothing; or a residual with this share of what was sent.
+// What becomes of the error: the block's new residual; no change; or a residual with a share of the value sent.
 enum class Owed { kResidual, kStays, kReturns };
 
-// One block of c = source + error. Reads memory once where c is kept.
+// One block of c = source + error. Reads memory once if c is kept.
 template <Owed kOwed = Owed::kResidual, class Source>
 __device__ __forceinline__ void encode_from(Source& source, const Target& to, float returned = 0.0f) {
   float kept[kKept ? kRows : kBatch];
@@ -348,7 +348,7 @@ __device__ __forceinline__ void take_rows(Source& source, int row, void* p, int 
   store_floats(p, kind, start + within, values, left - within);
 }
 
-// a where a > b and else b: b where one of them is a NaN.
+// a if a > b, otherwise b; so b if one of them is a NaN.
 __device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b; }
 
 // Of an owner's step, what kBatch rows of a block are made of, and make. Asked twice: nothing is kept between the sums
@@ -522,7 +522,7 @@ ONEBIT_ENCODE_MOMENTUM(sign_encode_momentum_variance, false, true)
 ONEBIT_ENCODE_MOMENTUM(sign_encode_momentum_packed, true, false)
 ONEBIT_ENCODE_MOMENTUM(sign_encode_momentum_packed_variance, true, true)
 
-// owed: the error, and where it is returned the residual.
+// owed: the error and, if it is returned, the residual.
 #define ONEBIT_ENCODE_GRADIENTS(NAME, OWED)                                                                              \
   ONEBIT_KERNEL NAME(const int* owners, const i64* grads, const i64* first, i64 S, float add, float unscale, void* owed, \
                      i64 owed_kind, float returned, u8* frames, i64 frame_stride, i64 frame_bytes, const int* counts,    \

@@ -1,6 +1,6 @@
 // The sign frame of comm/kernels/reference.py over `Lanes`. Included by kernels.cpp once per instruction set.
 
-// One block: x ← residual, bits and scale ← its part of the frame. Reads memory once: between the two loops c lies in x,
+// One block: x ← residual, bits and scale ← its part of the frame. Reads memory once: between the two loops c is in x,
 // in the nearest cache. The second loop, which needs nothing from memory, fetches the next block meanwhile: 1.07 times
 // the time of torch.add instead of 1.27 (AVX2, EPYC 7003, 2026-11).
 template <class Error, bool kMeanAbs, bool kPadded>

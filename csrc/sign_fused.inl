@@ -1,5 +1,5 @@
 // What surrounds the sign frame in an optimizer's step, in one pass over memory each: rules 6 to 9 of
-// comm/kernels/reference.py over `Lanes`. Included by kernels.cpp once per instruction set, behind sign_blocks.inl.
+// comm/kernels/reference.py over `Lanes`. Included by kernels.cpp once per instruction set, after sign_blocks.inl.
 
 // What is added up in c, at element `at` of the flat rows, and where its residual goes: floats or bfloat16 or nothing.
 ONEBIT_TARGET inline Lanes load_as(const void* from, FloatKind kind, int64_t at) {
@@ -104,7 +104,7 @@ struct MomentumSource {
   }
 };
 
-// The part of tensor s that lies in block b, readable up to the block's end; `room` takes a copy of a short tail.
+// The part of tensor s in block b, readable up to the block's end; `room` takes a copy of a short tail.
 ONEBIT_TARGET inline const void* block_of(const PointersJob& tensors, int64_t s, int64_t b, int64_t block, float* room) {
   const FloatKind kind = static_cast<FloatKind>(tensors.kinds[s]);
   if (kind == FloatKind::kNone) return nullptr;

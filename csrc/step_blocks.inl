@@ -1,7 +1,7 @@
 // The int8 frame of comm/kernels/reference.py and the int4 frame of comm/codecs/int4.py over `Lanes`: whole steps of a scale.
 // Included by frames.inl once per frame, with what sets them apart in `Code`: kSteps, bytes, load, store.
 
-// The largest |c|, as its bits: at or above kInfinityBits where the block holds an infinity or a NaN.
+// The largest |c|, as its bits: at or above kInfinityBits if the block holds an infinity or a NaN.
 ONEBIT_TARGET inline uint32_t largest_bits(Lanes largest) {
   uint32_t lanes[kLanes], bits = 0;
   largest.store(reinterpret_cast<float*>(lanes));
@@ -9,7 +9,7 @@ ONEBIT_TARGET inline uint32_t largest_bits(Lanes largest) {
   return bits;
 }
 
-// One block: x ← residual, bytes and scale ← its part of the frame. Reads memory once: between the two loops c lies in
+// One block: x ← residual, bytes and scale ← its part of the frame. Reads memory once: between the two loops c is in
 // x, in the nearest cache.
 template <class Error, bool kPadded>
 ONEBIT_TARGET inline void encode_block(float* x, const void* error, int64_t error_at, int64_t block, int32_t count,

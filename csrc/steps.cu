@@ -1,4 +1,4 @@
-// Frames of whole steps of a scale, int8 and int4: their kernels, over what sets the codes apart. Behind lanes.cu.
+// Frames of whole steps of a scale, int8 and int4: their kernels, over what sets the codes apart. Compiled after lanes.cu.
 
 namespace {
 
