@@ -9,9 +9,10 @@ A member is a rank. `rendezvous.py` says who they are, `members.py` is the trans
 brings an optimizer from one set of members to the next.
 """
 
+from .buffers import Buffers
 from .change import Change, begin
 from .members import Members
 from .network import connect
 from .rendezvous import MembershipError, Patience, Rendezvous, Roster
 
-__all__ = ["Change", "Members", "MembershipError", "Patience", "Rendezvous", "Roster", "begin", "connect"]
+__all__ = ["Buffers", "Change", "Members", "MembershipError", "Patience", "Rendezvous", "Roster", "begin", "connect"]
