@@ -61,6 +61,7 @@ class TestTraining:
         assert equal(train(model, offload), expected)
         assert bool(streams.copies) == (ratio > 0)
 
+    @pytest.mark.pairwise
     @pytest.mark.parametrize("in_files", [False, True])
     @pytest.mark.parametrize("name", MODELS)
     def test_of_any_model(self, name: str, in_files: bool, streams: LateStreams, tmp_path: Path) -> None:
