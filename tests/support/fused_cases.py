@@ -27,7 +27,7 @@ from onebit.comm.kernels.operands import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
-WEIGHTS = MomentumWeights(keep=0.9, add=0.1, own=0.25, unscale=0.5)
+WEIGHTS = MomentumWeights(keep=0.9, add=0.1, own=0.3, unscale=0.5)
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,18 @@ Shape legend: K rows, N elements, J blocks, B bytes.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from onebit.comm import Int4Codec, Int8Codec, SignCodec
-from onebit.comm.kernels import int4_reference, reference
+from onebit.comm.kernels import cpu, int4_reference, reference
 
 ERRORS = (None, torch.float32, torch.bfloat16)
 
@@ -29,6 +30,17 @@ def load(monkeypatch: pytest.MonkeyPatch, module: ModuleType, path: Path) -> Non
     """For this test, the library of `module` is the one at `path`, if there is one."""
     for name, value in {"path": path, "_loaded": None, "_problem": None}.items():
         monkeypatch.setattr(module._library, name, value)
+
+
+@cache
+def with_isa(isa: str) -> SimpleNamespace:
+    """The C++ kernel, with these instructions alone."""
+    chosen = {
+        name: partial(function, isa=isa)
+        for name, function in vars(cpu).items()
+        if isinstance(function, FunctionType | partial) and "isa" in inspect.signature(function).parameters
+    }
+    return SimpleNamespace(__name__=cpu.__name__, **chosen)
 
 
 def bits(t: Tensor) -> Tensor:

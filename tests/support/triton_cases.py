@@ -3,7 +3,7 @@
     export TRITON_INTERPRET=1 PYTHONPATH=tests/support:tests/golden
     python tests/support/triton_cases.py NAMES    # JSON: case -> what is wrong
 
-The cases are those of gpu_cases.py.
+The cases are those of kernel_cases.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import traceback
 
 import torch
-from gpu_cases import CASES
+from kernel_cases import CASES
 
 from onebit.comm import kernels
 from onebit.comm.kernels.triton import backend as triton

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import gpu_cases
+import kernel_cases
 import pytest
 import torch
 from emulated_cuda import COMPILER, Libraries, emulated
@@ -43,9 +43,9 @@ def emulation(libraries: Libraries) -> Iterator[None]:
 @needs_compiler
 @pytest.mark.processes
 @pytest.mark.usefixtures("emulation")
-@pytest.mark.parametrize("name", gpu_cases.CASES)
+@pytest.mark.parametrize("name", kernel_cases.CASES)
 def test_emulated(name: str) -> None:
-    gpu_cases.CASES[name](cupy)
+    kernel_cases.CASES[name](cupy)
 
 
 # Compiled for GPUs that are not here

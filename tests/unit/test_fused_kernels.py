@@ -24,74 +24,7 @@ from onebit.comm.kernels.operands import (
     Variance,
 )
 
-each_case = pytest.mark.parametrize("case", cases.CASES, ids=str)
 ERRORS = (None, torch.float32, torch.bfloat16)
-
-
-@pytest.mark.pairwise
-@needs_build
-@each_isa
-@each_case
-@pytest.mark.parametrize("error", ERRORS, ids=str)
-@pytest.mark.parametrize("variance", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-def test_encode_momentum(isa: str, case: cases.Case, error: torch.dtype | None, packed: bool, variance: bool) -> None:
-    for scale in ("rms", "mean_abs"):
-        function = partial(cpu.encode_momentum, isa=isa)
-        cases.check_encode_momentum(function, case, error=error, packed=packed, variance=variance, scale=scale)
-
-
-@pytest.mark.pairwise
-@needs_build
-@each_isa
-@each_case
-@pytest.mark.parametrize("owed", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("returned", [None, 0.9])
-@pytest.mark.parametrize("closed", [False, True])
-def test_encode_gradients(isa: str, case: cases.Case, owed: torch.dtype, returned: float | None, closed: bool) -> None:
-    for scale in ("rms", "mean_abs"):
-        function = partial(cpu.encode_gradients, isa=isa)
-        cases.check_encode_gradients(function, case, owed=owed, returned=returned, scale=scale, closed=closed)
-
-
-@pytest.mark.pairwise
-@needs_build
-@each_isa
-@each_case
-@pytest.mark.parametrize("error", ERRORS, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_encode_mean(isa: str, case: cases.Case, error: torch.dtype | None, rows: int) -> None:
-    for scale in ("rms", "mean_abs"):
-        cases.check_encode_mean(partial(cpu.encode_mean, isa=isa), case, rows=rows, error=error, scale=scale)
-
-
-@needs_build
-@each_isa
-@each_case
-def test_apply(isa: str, case: cases.Case) -> None:
-    cases.check_apply(partial(cpu.apply, isa=isa), case)
-
-
-@pytest.mark.pairwise
-@needs_build
-@each_isa
-@each_case
-@pytest.mark.parametrize("anchored", [False, True])
-@pytest.mark.parametrize("variance", [False, True])
-def test_local_step(isa: str, case: cases.Case, variance: bool, anchored: bool) -> None:
-    cases.check_local_step(partial(cpu.local_step, isa=isa), case, variance=variance, anchored=anchored)
-
-
-@pytest.mark.pairwise
-@needs_build
-@each_isa
-@each_case
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("each", [False, True])
-def test_owner_step(isa: str, case: cases.Case, ranks: int, each: bool) -> None:
-    for with_D in (False, True):
-        function = partial(cpu.owner_step, isa=isa)
-        cases.check_owner_step(function, case, ranks=ranks, each=each, with_D=with_D)
 
 
 @needs_build
@@ -148,11 +81,6 @@ def test_threads_change_nothing(threads: int) -> None:
         cases.check_owner_step(cpu.owner_step, case, ranks=3, each=True, with_D=True)
     finally:
         torch.set_num_threads(before)
-
-
-@needs_build
-def test_half_precision_and_strided_tensors_go_through_a_copy() -> None:
-    cases.check_copies(cpu, torch.float16)
 
 
 def test_the_reference_computes_what_rule_6_says_in_float64() -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import importlib
 import inspect
 
-import gpu_cases
+import kernel_cases
 import pytest
 import torch
+from kernel_inputs import with_isa
 
 from onebit.comm import CODECS, kernels
-from onebit.comm.kernels import contract, reference
+from onebit.comm.kernels import contract, cpu, reference
 from onebit.comm.kernels.arguments import INT4, INT8, SIGN
+from onebit.comm.kernels.library import ISAS
 
 FUNCTIONS = {
     frame: [name for name in vars(protocol) if not name.startswith("_")]
@@ -24,9 +26,8 @@ FUNCTIONS = {
 each_frame_of_each_backend = pytest.mark.parametrize(
     ("name", "frame"), [(name, frame) for name, backend in kernels.BACKENDS.items() for frame in backend.FRAMES]
 )
-ON_THIS_HOST = [name for name, backend in kernels.BACKENDS.items() if backend.SERVES == "cpu"]
 # What belongs to GPUs alone: frames that start at multiples of 8 bytes.
-CASES = [name for name in gpu_cases.CASES if name != "the_edge_rejects_what_the_kernel_cannot_take"]
+CASES = [name for name in kernel_cases.CASES if name != "the_edge_rejects_what_the_kernel_cannot_take"]
 
 
 @pytest.mark.parametrize("name", kernels.BACKENDS)
@@ -89,12 +90,13 @@ def test_codecs_refuse_the_name_of_a_backend_that_lacks_their_frame(frame: str) 
             CODECS[frame](kernel=name)  # type: ignore[call-arg]
 
 
+@pytest.mark.skipif(not cpu.is_built(), reason=f"needs the C++ kernel: {cpu.why_not()}")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ON_THIS_HOST)
-def test_what_runs_on_this_host_gives_the_bits_of_the_reference(name: str, case: str) -> None:
-    if why := kernels.BACKENDS[name].why_not():
-        pytest.skip(why)
-    gpu_cases.CASES[case](importlib.import_module(kernels.BACKENDS[name].FRAMES["sign"], kernels.__name__))
+@pytest.mark.parametrize("isa", ISAS[1:])
+def test_what_runs_on_this_host_gives_the_bits_of_the_reference(isa: str, case: str) -> None:
+    if isa not in cpu.available_isas():
+        pytest.skip(f"needs a machine with {isa}")
+    kernel_cases.CASES[case](with_isa(isa))
 
 
 def test_auto_takes_the_first_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

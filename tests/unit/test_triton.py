@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import fused_cases
-import gpu_cases
+import kernel_cases
 import pytest
 import torch
 from kernel_inputs import frames_for, function
@@ -53,7 +53,7 @@ PROCESSES = 2
 def interpreted() -> dict[str, str]:
     """What was wrong with each case. Processes side by side, each with its share of them."""
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    shares = [list(gpu_cases.CASES)[k::PROCESSES] for k in range(PROCESSES)]
+    shares = [list(kernel_cases.CASES)[k::PROCESSES] for k in range(PROCESSES)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     runs = [subprocess.Popen([sys.executable, str(CASES), *names], env=env, **pipes) for names in shares]
     results: dict[str, str] = {}
@@ -69,7 +69,7 @@ def interpreted() -> dict[str, str]:
 
 @needs_triton
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", gpu_cases.CASES)
+@pytest.mark.parametrize("name", kernel_cases.CASES)
 def test_interpreted(name: str) -> None:
     problem = interpreted()[name]
     assert not problem, problem
