@@ -1,4 +1,7 @@
-"""Frames that go up during backward at stages 0 and 1 change no bit, whatever becomes of the step."""
+"""Frames that go up during backward at stages 0 and 1 change no bit, whatever becomes of the step.
+
+`test_late_votes.py` trains with them and without.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,13 @@ import pytest
 import torch
 from family import same
 from sharded_ranks import new, state_of, take_steps, values
-from test_late_votes import CAP, LEAVES, SIZES, read_late, trained
+from test_late_votes import CAP, LEAVES, SIZES, read_late
 from test_optimizer_overlap import Recorder
 from torch import Tensor
 
 from onebit.agreement.step_vote import DesyncError
 from onebit.comm import SimTransport, run_ranks
 
-EARLY = [leaf for leaf, (_, options) in LEAVES.items() if options.get("stage") != 2]
 STEPS = 9
 
 
@@ -25,14 +27,6 @@ STEPS = 9
 def votes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "votes read late":
         read_late(monkeypatch)
-
-
-@pytest.mark.usefixtures("votes")
-@pytest.mark.parametrize("leaf", EARLY)
-def test_training_is_what_it_is_without(leaf: str) -> None:
-    """With gradients that are missing, or not finite, on some ranks: parameters, state and figures."""
-    plain, early = (run_ranks(3, lambda transport, on=on: trained(transport, leaf, overlap=on)) for on in (False, True))
-    assert same(plain, early)
 
 
 def backward(params: list[torch.nn.Parameter], step: int, rank: int) -> None:
@@ -97,6 +91,7 @@ EDITS: dict[str, tuple[Callable, int]] = {  # and how many steps are sent twice,
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("votes")
 @pytest.mark.parametrize("leaf", ["adam, stage 0", "adam, stage 1", "lamb, stage 1"])
 @pytest.mark.parametrize("edit", EDITS)
