@@ -27,8 +27,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "world_size"), [(form, 3) for form in FORMS] + [(form, W) for W in (1, 4) for form in ("int4", "stage 2")]
+)
 def test_equals_the_textbook_loop(form: str, world_size: int) -> None:
     """Masters within float32, two ranks or more having a part each of the largest layer.
 
