@@ -323,11 +323,14 @@ def test_commands_name_files_and_options_that_are_there(
     check_words(shlex.split(command), monkeypatch)
 
 
+@functools.cache
+def known_options() -> set[str]:
+    return {option for path in source_files(".py") for option in re.findall(r'"(--[\w-]+)"', path.read_text())}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_options_in_sentences_are_known(page: Path) -> None:
-    known = set(re.findall(r'"(--[\w-]+)"', "\n".join(path.read_text() for path in source_files(".py"))))
-    said = re.findall(r"`(--[\w-]+)[^`]*`", without_code(page.read_text()))
-    assert set(said) <= known
+    assert set(re.findall(r"`(--[\w-]+)[^`]*`", without_code(page.read_text()))) <= known_options()
 
 
 # ---------------------------------------------------------------- links

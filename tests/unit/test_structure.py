@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -29,6 +30,11 @@ FACES = {
 }
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def files_of(layer: str) -> list[Path]:
     """comm and zero are links in a checkout and folders in a source distribution; cli is a folder: not of onebit."""
     folder = PACKAGE if layer == "onebit" else PACKAGE / layer
@@ -45,7 +51,7 @@ def imported_layers(path: Path) -> set[str]:
     """Which of the layers a file imports; relative imports are resolved by hand."""
     package = ["onebit", *path.relative_to(PACKAGE).parts[:-1]]
     layers = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             targets = [alias.name.split(".") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -69,7 +75,7 @@ def test_dependencies_point_one_way(layer: str) -> None:
 def test_the_reference_imports_nothing_of_ours() -> None:
     """It is the tests' oracle: what it shared with the optimizers, both could have wrong."""
     for path in (PACKAGE / "reference").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Import):
                 assert [alias.name for alias in node.names] in (["numpy"], ["math"]), path
             elif isinstance(node, ast.ImportFrom) and node.level:
@@ -89,7 +95,7 @@ def test_every_tensor_says_its_dtype_and_device(layer: str) -> None:
     """Else torch.set_default_dtype and set_default_device, which are the user's, would choose them."""
     silent = []
     for path in files_of(layer):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in _FACTORIES}:
                 said, name = {keyword.arg for keyword in node.keywords}, ast.unparse(node.func).removeprefix("torch.")
                 if not said >= {"device"} | (set() if name in _TYPED else {"dtype"}):
@@ -173,7 +179,7 @@ def test_no_modules_more_know_each_other() -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_of_scripts_import_one_way(room: str) -> None:
     for path in (SCRIPTS / room).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 imported = node.module.split(".")[0]
                 assert imported not in ROOMS or imported in ROOMS[room], path
