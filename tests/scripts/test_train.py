@@ -41,9 +41,9 @@ CPU = torch.device("cpu")
 TRAIN_PY = str(REPOSITORY / "scripts" / "train.py")
 
 
-def flags(folder: Path, *more: str, optimizer: str = "onebit-adam", steps: int = 30) -> list[str]:
+def flags(folder: Path, *more: str, optimizer: str = "onebit-adam", steps: int = 18) -> list[str]:
     return [
-        "--size", "tiny", "--batch-size", "2", "--eval-every", "10", "--progress", "none", "--optimizer", optimizer,
+        "--size", "tiny", "--batch-size", "2", "--eval-every", "6", "--progress", "none", "--optimizer", optimizer,
         "--steps", str(steps), "--checkpoint", str(folder / "checkpoints"), "--csv", str(folder / "run.csv"),
         "--compression", "always", *more,
     ]  # fmt: skip
@@ -102,10 +102,10 @@ def quick_ranks(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 @pytest.mark.parametrize(
     ("world_size", "optimizer", "freeze_step"),
     [
-        (1, "onebit-adam", 10),
-        (2, "onebit-adam", 10),
-        (2, "onebit-adam", 20),
-        (2, "onebit-lamb", 10),
+        (1, "onebit-adam", 6),
+        (2, "onebit-adam", 6),
+        (2, "onebit-adam", 14),
+        (2, "onebit-lamb", 6),
         (2, "zero-one-adam", 1),
         (3, "adamw", 1),
         (2, "lamb", 1),
@@ -118,9 +118,9 @@ def test_resumed_run_equals_uninterrupted_run(
     more += ["--local-step-clipper", "4"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(world_size, flags(whole, *more, optimizer=optimizer))
-    run(world_size, flags(parts, *more, "--stop-after", "17", optimizer=optimizer))
+    run(world_size, flags(parts, *more, "--stop-after", "11", optimizer=optimizer))
     run(world_size, flags(parts, *more, "--resume", optimizer=optimizer))
-    assert len(rows_without_times(whole)) == 30
+    assert len(rows_without_times(whole)) == 18
     assert rows_without_times(parts) == rows_without_times(whole)
     assert_same_checkpoint(newest(parts), newest(whole))
 
@@ -128,7 +128,7 @@ def test_resumed_run_equals_uninterrupted_run(
 def test_a_delayed_run_resumes_with_its_step_under_way(tmp_path: Path) -> None:
     more, whole, parts = ["--delay", "1", "--freeze-step", "4"], tmp_path / "whole", tmp_path / "parts"
     run(2, flags(whole, *more))
-    run(2, flags(parts, *more, "--stop-after", "17"))
+    run(2, flags(parts, *more, "--stop-after", "11"))
     run(2, flags(parts, *more, "--resume"))
     assert rows_without_times(parts) == rows_without_times(whole)
     assert_same_checkpoint(newest(parts), newest(whole))
@@ -142,13 +142,13 @@ def test_a_delay_of_another_optimizer_is_refused(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.parametrize("differences", ["sign", "fp32"])
 def test_local_steps_resume_between_two_rounds(tmp_path: Path, differences: str) -> None:
-    more = ["--local-steps", "7", "--differences", differences, "--accumulate", "2", "--max-grad-norm", "1.0"]
+    more = ["--local-steps", "4", "--differences", differences, "--accumulate", "2", "--max-grad-norm", "1.0"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(2, flags(whole, *more, optimizer="adamw"))
-    run(2, flags(parts, *more, "--stop-after", "17", optimizer="adamw"))
+    run(2, flags(parts, *more, "--stop-after", "11", optimizer="adamw"))
     run(2, flags(parts, *more, "--resume", optimizer="adamw"))
     rows = rows_without_times(whole)
-    assert [int(row["step"]) for row in rows if row["phase"] == "round"] == [7, 14, 21, 28]
+    assert [int(row["step"]) for row in rows if row["phase"] == "round"] == [4, 8, 12, 16]
     assert rows_without_times(parts) == rows
     assert_same_checkpoint(newest(parts), newest(whole))
 
@@ -189,12 +189,12 @@ def test_resume_with_another_world_size_goes_on(
 ) -> None:
     optimizer, *delay = optimizer.split()
     more = ["--freeze-step", "4", "--local-step-clipper", "4", *delay]
-    run(3, flags(tmp_path, *more, "--stop-after", "27", optimizer=optimizer))
+    run(3, flags(tmp_path, *more, "--stop-after", "15", optimizer=optimizer))
     with caplog.at_level(logging.INFO):
         assert run(2, flags(tmp_path, *more, "--resume", optimizer=optimizer)) == [0, 0]
-    assert "resumed after step 27 of 30" in caplog.text
+    assert "resumed after step 15 of 18" in caplog.text
     assert ("optimizer state of 3 ranks taken over by 2" in caplog.text) == (optimizer != "adamw")
-    assert [int(row["step"]) for row in read_csv(tmp_path / "run.csv")] == list(range(1, 31))
+    assert [int(row["step"]) for row in read_csv(tmp_path / "run.csv")] == list(range(1, 19))
 
 
 def test_resume_with_another_world_size_needs_all_files(tmp_path: Path) -> None:
@@ -609,9 +609,9 @@ def wait_for_steps(csv: Path, steps: int, timeout_s: float = 40.0) -> None:
 def test_resume_under_mpirun_equals_uninterrupted_run_in_this_process(tmp_path: Path, start: Start) -> None:
     """The sum of two numbers is the same in any order, so with two ranks all transports give the same bits."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(2, flags(whole, "--freeze-step", "10"))
-    for more in (["--stop-after", "17"], ["--resume"]):
-        process = start([*launcher("mpirun", 2), TRAIN_PY, *flags(parts, "--freeze-step", "10", *more)])
+    run(2, flags(whole, "--freeze-step", "6"))
+    for more in (["--stop-after", "11"], ["--resume"]):
+        process = start([*launcher("mpirun", 2), TRAIN_PY, *flags(parts, "--freeze-step", "6", *more)])
         output = finish(process)
         assert process.returncode == 0, output
     assert rows_without_times(parts) == rows_without_times(whole)
