@@ -16,7 +16,7 @@ from torch import nn
 
 from onebit import zero
 
-STEPS, SAVES_EVERY, SUMS, WIDTH = 6, 2, 2, 16
+STEPS, SAVES_EVERY, SUMS, WIDTH = 4, 2, 2, 16
 
 
 class Killer:
@@ -58,7 +58,7 @@ def _die() -> None:
 def config_of(files: str, folder: str) -> dict:
     """files: which block has them, offload_optimizer or offload_param; or "one bit", in the former."""
     if files == "one bit":
-        one_bit = {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 3}}
+        one_bit = {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 2}}
         onebit = {"sharding": "intra_node", "block": 64, "compression": "always"}
         return config_of("offload_optimizer", folder) | {"optimizer": one_bit, "onebit": onebit}
     block = {"device": "nvme", "nvme_path": folder, "buffer_count": 3}
