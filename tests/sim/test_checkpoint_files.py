@@ -150,6 +150,7 @@ def seal(target: Path, **forged: object) -> None:
 # ---------------------------------------------------------------- damage
 
 
+@pytest.mark.slow
 @both_kinds
 def test_a_flipped_bit_anywhere_is_found_and_the_file_named(kind: Kind, tmp_path: Path) -> None:
     save(kind, tmp_path, 1, 2)
@@ -327,6 +328,7 @@ def test_a_stale_stamp_is_what_is_blamed(kind: Kind, is_same_step: bool, tmp_pat
     assert re.search(told, said) and "; step_00000001 is whole: " in said, said
 
 
+@pytest.mark.slow
 @both_kinds
 def test_no_bit_of_latest_changes_without_a_word(kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(kind, tmp_path, 2, 3)
@@ -448,10 +450,10 @@ def interrupted(folder: Path, at: int, fault: str | int) -> Iterator[Faults]:
 def test_a_kill_at_any_call_loses_nothing(kind: Kind, again: bool, tmp_path: Path) -> None:
     """A run with keep=1 saves after its next step, or once more after its last one."""
     step = 1 if again else 2
-    at, is_over = 0, False
+    at, is_over, before = 0, False, tmp_path / "before"
+    save(kind, before, 1, keep=1)
     while not is_over:
-        folder = tmp_path / str(at)
-        save(kind, folder, 1, keep=1)
+        folder = shutil.copytree(before, tmp_path / str(at))
 
         def work(checkpoints: Plain | Zero) -> None:
             checkpoints.load()
@@ -475,11 +477,11 @@ def test_a_kill_at_any_call_loses_nothing(kind: Kind, again: bool, tmp_path: Pat
 @pytest.mark.slow
 @both_kinds
 def test_a_full_disk_at_any_call_is_an_error_and_leaves_nothing_behind(kind: Kind, tmp_path: Path) -> None:
-    at, is_over = 0, False
+    at, is_over, saved = 0, False, tmp_path / "saved"
+    save(kind, saved, 1)
+    before = listing(saved)
     while not is_over:
-        folder = tmp_path / str(at)
-        save(kind, folder, 1)
-        before = listing(folder)
+        folder = shutil.copytree(saved, tmp_path / str(at))
 
         def work(checkpoints: Plain | Zero) -> str:
             checkpoints.load()
