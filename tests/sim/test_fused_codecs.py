@@ -25,7 +25,7 @@ from onebit.comm import (
 pytestmark = pytest.mark.slow
 
 OTHERS = [name for name in momentum_codecs() if name != "sign"]
-STEPS = 38
+STEPS = 22
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def test_another_world_goes_on_and_another_codec_is_refused_by_name(name: str, c
     def before(transport: SimTransport) -> tuple[dict, dict]:
         net = model()
         optimizer = make(name, net, transport, codec=codec_named(codec, 256))
-        train(transport, range(23), net, optimizer)
+        train(transport, range(14), net, optimizer)
         return copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict())
 
     saved = run_ranks(3, before)
@@ -109,7 +109,7 @@ def test_another_world_goes_on_and_another_codec_is_refused_by_name(name: str, c
             make(name, net, transport).load_state_dicts(copy.deepcopy(states))
         optimizer = make(name, net, transport, codec=codec_named(codec, 256))
         optimizer.load_state_dicts(copy.deepcopy(states))
-        train(transport, range(23, 30), net, optimizer)
+        train(transport, range(14, 20), net, optimizer)
         if hasattr(optimizer, "sync"):
             optimizer.sync()
         return flat(net).clone()

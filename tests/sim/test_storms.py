@@ -14,6 +14,8 @@ from onebit.comm import IdentityCodec, SimTransport, run_ranks
 from onebit.dense import average_gradients
 from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
 
+pytestmark = pytest.mark.slow
+
 COMMON = {"lr": 0.02, "betas": (0.9, 0.99), "weight_decay": 0.0}
 FORMS: dict[str, tuple[type, dict]] = {
     "stage 0": (ShardedOnebitAdam, {"stage": 0}),
@@ -24,7 +26,7 @@ FORMS: dict[str, tuple[type, dict]] = {
     "0/1, stage 1": (ShardedZeroOneAdam, {"local_step_scaler": 2, "local_step_clipper": 2, "local_step_start": 20}),
     "0/1, stage 2": (ShardedZeroOneAdam, {"stage": 2}),
 }
-BEGIN, STEPS = 20, 80
+BEGIN, STEPS = 20, 60
 SHAPES = ((33, 20), (33,), (700,))
 
 Spoil = Callable[[int, int], float]  # what a rank's gradients are multiplied by: of a step, and a rank
@@ -60,14 +62,17 @@ class Training:
 
 
 def train(
-    make: Callable[[list[nn.Parameter], SimTransport], torch.optim.Optimizer], spoil: Spoil, ranks: int = 3
+    make: Callable[[list[nn.Parameter], SimTransport], torch.optim.Optimizer],
+    spoil: Spoil,
+    ranks: int = 3,
+    steps: int = STEPS,
 ) -> list[tuple[float, list[Tensor], object]]:
-    """By rank: the loss, the parameters and the stats after `STEPS`."""
+    """By rank: the loss, the parameters and the stats after these steps."""
 
     def ours(transport: SimTransport) -> tuple[float, list[Tensor], object]:
         run = Training(transport.rank)
         optimizer = make(run.params, transport)
-        for step in range(STEPS):
+        for step in range(steps):
             run.backward(step, spoil)
             if isinstance(optimizer, torch.optim.AdamW):
                 average_gradients(run.params, transport)
@@ -96,7 +101,6 @@ def calm(form: str) -> list[tuple[float, list[Tensor], object]]:
     return train(sharded(form), bad_batch(1.0))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.stranger(
     "wrong without a word", "12: one rank's gradients times 1e4 or 1e8 for a step: the loss far above AdamW's"
@@ -109,7 +113,7 @@ def test_one_bad_batch_on_one_rank_costs_no_more_than_in_adamw(form: str, factor
 
 @pytest.mark.timeout(60)
 @pytest.mark.stranger("wrong without a word", "12: bad batches on one rank, one step after the other")
-@pytest.mark.parametrize(("form", "steps"), [("stage 1", 5), ("stage 1", 40), ("LAMB, stage 2", 5)])
+@pytest.mark.parametrize(("form", "steps"), [("stage 1", 5), ("stage 1", 25), ("LAMB, stage 2", 5)])
 def test_bad_batches_in_a_row_cost_no_more_than_in_adamw(form: str, steps: int) -> None:
     loss, _, _ = train(sharded(form), bad_batch(1e4, steps))[0]
     assert loss <= max(adamw(1e4, steps), 2.0 * calm(form)[0][0])
@@ -117,7 +121,7 @@ def test_bad_batches_in_a_row_cost_no_more_than_in_adamw(form: str, steps: int) 
 
 def test_what_is_sent_during_backward_is_bounded_to_the_bit_as_what_is_sent_after_it() -> None:
     storm = bad_batch(1e4, 5)
-    early, late = (train(sharded("stage 1", overlap=overlap), storm) for overlap in (True, False))
+    early, late = (train(sharded("stage 1", overlap=overlap), storm, steps=BEGIN + 8) for overlap in (True, False))
     for (_, ours, stats), (_, theirs, _) in zip(early, late, strict=True):
         assert all(map(torch.equal, ours, theirs))
         assert stats.resent_steps == 0  # it is no edit of the user's: later steps go on to send in backward
@@ -247,7 +251,7 @@ def test_a_finite_gradient_that_is_too_large_is_called_so(form: str, caplog) -> 
         if form != "OnebitAdam"
         else lambda params, transport: onebit.OnebitAdam(params, transport=transport, **COMMON)
     )
-    train(make, bad_batch(1e30, 3, begin=2))
+    train(make, bad_batch(1e30, 3, begin=2), steps=6)
     told = [message for message in caplog.messages if "rank 1: " in message]
     assert told and all("too large to be squared in float32" in message for message in told)
     assert not any("gradient not finite" in message for message in told)
@@ -262,7 +266,7 @@ def test_skips_in_a_row_are_told_with_their_step_and_ever_more_rarely(form: str,
         if form != "OnebitAdam"
         else lambda params, transport: onebit.OnebitAdam(params, transport=transport, **COMMON)
     )
-    train(make, bad_batch(float("nan"), 40))
+    train(make, bad_batch(float("nan"), 40, begin=2), steps=43)
     told = [message for message in caplog.messages if "rank 1: gradient not finite" in message]
     assert len(told) == 7  # the first three, and the 4th, 8th, 16th, 32nd
-    assert len(set(told)) == len(told) and all(f"step {BEGIN + 1}: " in message for message in told)
+    assert len(set(told)) == len(told) and all("step 3: " in message for message in told)

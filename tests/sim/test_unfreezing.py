@@ -97,6 +97,7 @@ def test_the_remedy_trains_it(name: str) -> None:
     assert all(map(torch.equal, first, second))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("on", [(0, 1), (1,)], ids=["all ranks", "one rank"])
 def test_what_is_frozen_later_stays_whatever_is_left_in_its_gradient(name: str, on: tuple[int, ...]) -> None:
@@ -188,15 +189,21 @@ EDITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.stranger(
     "wrong without a word", "9: what replaces a parameter in its group, or a moment, is never looked at"
 )
+@pytest.mark.pairwise
+@pytest.mark.parametrize("after_backward", [False, True])
+@pytest.mark.parametrize("on", [(0, 1), (1,)], ids=["all ranks", "one rank"])
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 @pytest.mark.parametrize("name", FAMILY)
-def test_what_is_replaced_by_hand_is_an_error_on_all_ranks(name: str, edit: Callable) -> None:
-    """By one rank or by all, between steps or between backward and step; nothing hangs, and nothing is lost."""
+def test_what_is_replaced_by_hand_is_an_error_on_all_ranks(
+    name: str, edit: Callable, on: tuple[int, ...], after_backward: bool
+) -> None:
+    """Between steps or between backward and step; nothing hangs, and nothing is lost."""
 
-    def ours(transport: SimTransport, on: tuple[int, ...], after_backward: bool) -> str:
+    def ours(transport: SimTransport) -> str:
         params, optimizer = build(name, transport)
         with pytest.raises(RuntimeError) as caught:
             for step in range(8):
@@ -210,11 +217,8 @@ def test_what_is_replaced_by_hand_is_an_error_on_all_ranks(name: str, edit: Call
         assert step in (3, 4)
         return str(caught.value)
 
-    for on in ((0, 1), (1,)):
-        for after_backward in (False, True):
-            messages = run_ranks(2, lambda t, on=on, late=after_backward: ours(t, on, late))
-            for message in messages:  # the words of the first rank that has one
-                assert re.search(f"^rank {on[0]}: .*{EDITS[edit]}", message)
+    for message in run_ranks(2, ours):  # the words of the first rank that has one
+        assert re.search(f"^rank {on[0]}: .*{EDITS[edit]}", message)
 
 
 @pytest.mark.parametrize("name", FAMILY)

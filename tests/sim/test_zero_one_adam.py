@@ -80,17 +80,19 @@ def train(transport: SimTransport, steps: range, net: nn.Module, optimizer: oneb
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_the_spread_after_every_sync_is_zero_for_2000_steps(world_size: int) -> None:
-    """Replicas are rebuilt from an anchor, so nothing can accumulate: the same bits after 2,000 steps as after one."""
+@pytest.mark.parametrize(
+    ("world_size", "steps"), [(1, 600), (2, 600), pytest.param(4, 2000, marks=pytest.mark.thorough)]
+)
+def test_the_spread_after_every_sync_is_zero_for_hundreds_of_steps(world_size: int, steps: int) -> None:
+    """Replicas are rebuilt from an anchor, so nothing can accumulate: the same bits after all steps as after one."""
 
     def work(transport: SimTransport) -> list[tuple[str, int]]:
         net = nn.Linear(30, 9)
         optimizer = onebit.ZeroOneAdam(net.parameters(), transport=transport, local_step_clipper=16)
         generator = torch.Generator().manual_seed(transport.rank)
         seen = []
-        for step in range(2000):
-            optimizer.param_groups[0]["lr"] = 0.01 * 0.5 ** (step / 400)
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = 0.01 * 0.5 ** (5 * step / steps)
             for p in net.parameters():
                 p.grad = torch.randn(p.shape, generator=generator) + 0.3
             optimizer.step()
@@ -99,7 +101,7 @@ def test_the_spread_after_every_sync_is_zero_for_2000_steps(world_size: int) -> 
         return seen
 
     results = run_ranks(world_size, work)
-    assert 500 < len(results[0]) < 1500 and all(result == results[0] for result in results)
+    assert 0.25 * steps < len(results[0]) < 0.75 * steps and all(result == results[0] for result in results)
     assert {phase for phase, _ in results[0]} == {"variance", "compressed"}
 
 
@@ -185,6 +187,7 @@ def test_weight_decay_is_no_part_of_what_is_sent() -> None:
         torch.testing.assert_close(result, torch.full((300,), float(expected)), atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad_step", [2, 20, 30, 31, 33])
 def test_a_bad_gradient_costs_one_gradient(bad_step: int) -> None:
     """In a step with traffic all ranks skip; in a local one it counts as zero. The replicas meet again either way."""

@@ -40,13 +40,13 @@ def test_where_ranks_come_from_is_told_host_by_host() -> None:
     assert from_where(came) == "0 2 on a (process 110 111), 1 on bb (process 120)"
 
 
-def lists(seed: int) -> Iterator[list[tuple[str, str]]]:
+def lists(seed: int, count: int = 200) -> Iterator[list[tuple[str, str]]]:
     """Lists of 24 lines: who comes, who says that he sees all, who ends it, some of them in view of older lines.
 
     Each line with the token of the process that comes with it, "" for lines of another kind.
     """
     draw = random.Random(seed)
-    for _ in range(200):
+    for _ in range(count):
         said: list[tuple[str, str]] = []
         size, came = draw.randint(1, 3), 0
         for pid in range(24):
@@ -67,10 +67,11 @@ def is_decided(start: Start) -> bool:
     return start.has_met or start.end is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps_old_lines", [False, True])
 def test_a_later_look_decides_as_an_earlier_one(keeps_old_lines: bool) -> None:
     decided = 0
-    for said in lists(0):
+    for said in lists(0, 70):
         for token in filter(None, (token for token, _ in said)):
             first = None
             for k in range(len(said) + 1):
@@ -80,7 +81,7 @@ def test_a_later_look_decides_as_an_earlier_one(keeps_old_lines: bool) -> None:
                     assert start == first
                 elif came and is_decided(start):
                     first, decided = start, decided + 1
-    assert decided > 400
+    assert decided > 140
 
 
 @pytest.mark.parametrize("keeps_old_lines", [False, True])
