@@ -124,6 +124,7 @@ def test_it_changes_nothing(name: str, passes: int) -> None:
     assert bool(plain[0].isfinite().all())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["OnebitAdam", "ZeroOneAdam", "ShardedOnebitAdam, stage 2"])
 def test_it_may_travel_over_the_optimizers_own_transport(name: str) -> None:

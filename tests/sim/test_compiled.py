@@ -70,12 +70,14 @@ def test_compiled_steps_are_the_plain_ones_to_the_bit(name: str) -> None:
         assert torch.equal(trained(name, compiled), plain), compiled
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["OnebitAdam", "ShardedOnebitAdam, stage 2"])
 def test_hooks_run_behind_a_compiled_backward_pass(name: str) -> None:
     assert torch.equal(trained(name, "model"), trained(name, ""))
 
 
+@pytest.mark.slow
 @pytest.mark.stranger("breaks", "20: a compiled function that drives the engine dies in dynamo")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -264,6 +264,7 @@ def test_nothing_keeps_gradients_while_they_travel() -> None:
     assert run_ranks(2, ours) == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_look_ahead")
 def test_in_two_levels_every_step_lands_as_it_would_at_once() -> None:
     """Two nodes of two ranks: replicas identical, and a run that lands each step is one without delay."""
@@ -493,6 +494,7 @@ def test_masks_and_masters_land_with_their_step() -> None:
 # -------------------------------------------------------------------------------- states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"error_dtype": torch.bfloat16}], ids=str)
 def test_a_state_saved_with_a_step_under_way_resumes_to_the_bit(options: dict) -> None:
     """At every place around the freeze, and between backward and step; saving sends nothing and changes nothing."""
@@ -523,6 +525,7 @@ def test_a_state_saved_with_a_step_under_way_resumes_to_the_bit(options: dict) -
     assert run_ranks(2, ours) == [[True] * 4] * 2
 
 
+@pytest.mark.slow
 def test_in_two_levels_a_state_resumes_to_the_bit() -> None:
     def ours(transport: SimTransport) -> bool:
         levels = hierarchical(transport, 2)
@@ -560,6 +563,7 @@ def owed_in(state: dict) -> Tensor:
     return torch.cat([state["state"][key]["worker_error"].flatten() for key in sorted(state["state"])])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 2, 4])
 def test_another_number_of_ranks_owes_what_was_under_way(after: int) -> None:
     """Conserved: what ranks owe then, on average, is what they owed and (1-β1)·g/D of the step that had not landed."""

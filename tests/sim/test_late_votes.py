@@ -79,6 +79,7 @@ def trained(transport: SimTransport, leaf: str, **options: object) -> tuple[list
     return [p.detach().clone() for p in params], state_of(optimizer), figures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_when_votes_are_read_and_when_frames_leave_changes_no_bit(leaf: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, state and figures. Frames leave in backward or in step(); at stage 2 always in backward."""

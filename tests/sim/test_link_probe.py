@@ -76,6 +76,7 @@ def train(transport: SimTransport, name: str, steps: range, state: dict | None =
     return flat(net), bits, copy.deepcopy({"net": net.state_dict(), "optimizer": optimizer.state_dict()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("a_network_where_it", [False], indirect=True)
 @pytest.mark.parametrize("name", FAMILY)
 def test_where_it_does_not_pay_gradients_travel_in_bfloat16(
@@ -122,6 +123,7 @@ def test_where_it_pays_it_is_as_always(name: str, a_network_where_it: None) -> N
     assert torch.equal(auto[0][0], always[0][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_step_that_measures_the_network_counts_its_own_traffic_alone(
     name: str, monkeypatch: pytest.MonkeyPatch

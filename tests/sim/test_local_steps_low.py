@@ -55,6 +55,7 @@ def same(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
     return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("options", [{}, {"delay": 2}, {"codec": IdentityCodec()}], ids=["sign", "delayed", "in full"])
 def test_a_step_is_that_of_float32_parameters_rounded(inner: str, options: dict[str, Any]) -> None:
@@ -76,6 +77,7 @@ def test_a_step_is_that_of_float32_parameters_rounded(inner: str, options: dict[
     assert same(low[0][-1], low[1][-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"delay": 2}], ids=["at once", "delayed"])
 @pytest.mark.parametrize("stop", [0, 1, 2, 3, 4, 5, 6])
 def test_a_resumed_run_is_one_without_interruption(stop: int, options: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from local_runs import Run, flat, make_params, noise, set_gradients, targets
 from onebit.comm import IdentityCodec, SimTransport, hierarchical, run_ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -46,6 +47,7 @@ def test_a_kill_at_any_step_of_a_round_leaves_the_same_bits(options: dict[str, A
     assert run_ranks(2, ours) == [[True] * 6] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"fragments": 2, "delay": 2}, {"codec": IdentityCodec(), "outer_momentum": 0.5}, {"correction_steps": 20}],
@@ -151,6 +153,7 @@ def test_a_state_of_the_inner_optimizer_begins_local_steps() -> None:
         assert steps == 3
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.timeout(60)
 @pytest.mark.stranger("blames the wrong thing", "21: LocalSteps refuses the state that rank 0 alone has saved")

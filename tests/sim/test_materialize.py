@@ -271,6 +271,7 @@ def damaged_copies(export: Path, copy: Path, count: int) -> Iterator[str]:
             yield f"{path.name}, {k % 4} at {place}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.stranger(
     "wrong without a word", "14: materialize loads damaged exports: their checksums are not looked at"

@@ -98,6 +98,7 @@ def test_the_matrices_of_gpt2_shrink_the_right_way_round() -> None:
     assert torch.equal(mlp.c_fc.weight, fc[:, rows]) and mlp.c_proj.weight.shape == (32, 16)
 
 
+@pytest.mark.slow
 def test_the_output_projection_of_gpt2_is_its_embedding() -> None:
     eight = {"start_bits": 8, "target_bits": 8}
     with pytest.raises(ValueError, match=r"transformer.wte, lm_head share one weight"):

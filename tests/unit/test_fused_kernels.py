@@ -66,6 +66,7 @@ def test_any_layout(isa: str, data: st.DataObject) -> None:
     cases.check_local_step(partial(cpu.local_step, isa=isa), case, variance=variance, anchored=packed)
 
 
+@pytest.mark.slow
 @needs_build
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_change_nothing(threads: int) -> None:

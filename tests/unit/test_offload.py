@@ -189,6 +189,7 @@ def of_ranks(models: list[nn.Module], make: Callable, before: Callable | None = 
 
 
 class TestRanks:
+    @pytest.mark.slow
     @pytest.mark.pairwise
     @pytest.mark.parametrize("world_size", [2, 3])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

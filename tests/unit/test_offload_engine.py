@@ -155,6 +155,7 @@ class TestShares:
                 numels[is_away] += sum(p.sharded_param.numel() for p in group.fsdp_params)
         return numels[True] / sum(numels.values())
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("ratio", "share"), [(0.0, 0.0), (0.3, 272 / 576), (1.0, 1.0)])
     @pytest.mark.parametrize("stage", [1, 2, 3])
     @pytest.mark.parametrize("name", ["AdamW", "LaProp"])

@@ -211,7 +211,8 @@ def away(offload: Offload) -> bool:
 
 
 class TestTraining:
-    @pytest.mark.parametrize("in_files", [False, pytest.param(True, marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("in_files", [False, True])
     @pytest.mark.parametrize("name", MODELS)
     def test_is_resident_training(self, name: str, in_files: bool, tmp_path: Path) -> None:
         resident = made(name)
@@ -336,6 +337,7 @@ class TestUses:
         del array
         assert not away(offload)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("how", ["copy_", "data", "data =", "numpy", "init", "load_state_dict"])
     def test_writes_last(self, how: str, pair: tuple[nn.Module, Offload]) -> None:
         model, offload = pair

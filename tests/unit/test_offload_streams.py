@@ -61,6 +61,7 @@ class TestTraining:
         assert equal(train(model, offload), expected)
         assert bool(streams.copies) == (ratio > 0)
 
+    @pytest.mark.slow
     @pytest.mark.pairwise
     @pytest.mark.parametrize("in_files", [False, True])
     @pytest.mark.parametrize("name", MODELS)
@@ -73,6 +74,7 @@ class TestTraining:
         offload.close()
         assert equal([p.detach() for p in model.parameters()], expected[-len(list(model.parameters())) :])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("buffer_count", [2, 3, 8])
     def test_does_not_depend_on_buffers(self, buffer_count: int, streams: LateStreams, tmp_path: Path) -> None:
         expected = train_any(resident := made("checkpoint"), adamw(resident.parameters()))

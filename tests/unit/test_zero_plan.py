@@ -157,6 +157,7 @@ def test_four_bits_in_the_warm_up_make_a_run_of_500_steps_cost_less_than_3_bits(
         Run(1e9, 4, warmup_codec="zip")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "ranks", "every", "error_bytes"), [(2, 1, 1, 4), (4, 1, 3, 4), (3, 1, 2, 2), (2, 2, 2, 4)]
 )
