@@ -37,6 +37,8 @@ pytestmark = pytest.mark.slow
 T = TypeVar("T")
 
 SHAPES = [(2, 2), (2, 3), (3, 2), (2, 1), (1, 2), (4, 2)]  # (H, L)
+# Optimizers see no more of a shape than its collective: one of them on each, the others on one.
+EACH = [("OnebitAdam", *shape) for shape in SHAPES[:-1]] + [(name, 3, 2) for name in FAMILY if name != "OnebitAdam"]
 
 
 def run_nodes(nodes: int, local_size: int, work: Callable[[Transport], T], timeout_s: float = 60.0) -> list[T]:
@@ -174,9 +176,8 @@ def node_losses(net: nn.Module, step: int, node: int, local_size: int) -> None:
         p.grad = total * (1.0 / local_size)
 
 
-@pytest.mark.parametrize("name", FAMILY)
-@pytest.mark.parametrize(("H", "L"), SHAPES[:-1])
-def test_equals_a_flat_world_of_nodes(H: int, L: int, name: str) -> None:
+@pytest.mark.parametrize(("name", "H", "L"), EACH)
+def test_equals_a_flat_world_of_nodes(name: str, H: int, L: int) -> None:
     """To the bit where L = 2; thirds are no binary fractions: up to 2 % of the elements may take another sign then.
 
     Local steps and LAMB's factor are left out: they know each rank's own gradient.
@@ -212,9 +213,8 @@ def test_equals_a_flat_world_of_nodes(H: int, L: int, name: str) -> None:
         assert off.float().mean() <= 0.02
 
 
-@pytest.mark.parametrize("name", FAMILY)
-@pytest.mark.parametrize(("H", "L"), SHAPES[:-1])
-def test_replicas_are_bit_identical_and_learn(H: int, L: int, name: str) -> None:
+@pytest.mark.parametrize(("name", "H", "L"), EACH)
+def test_replicas_are_bit_identical_and_learn(name: str, H: int, L: int) -> None:
     """Every round of each optimizer, buckets that leave during backward, clipping in warm-up or throughout."""
 
     def ours(transport: Transport) -> list[Tensor]:
@@ -222,7 +222,7 @@ def test_replicas_are_bit_identical_and_learn(H: int, L: int, name: str) -> None
         options = {"bucket_cap_mb": 0.003, "max_grad_norm": 5.0 if name == "OnebitAdam" else 0.0}
         optimizer = make(name, net, transport, check_replicas_every=1, **options)
         assert len(optimizer.buckets) > 2
-        steps = [(train(transport, range(k, k + 1), net, optimizer)[0], optimizer.stats.phase) for k in range(24)]
+        steps = [(train(transport, range(k, k + 1), net, optimizer)[0], optimizer.stats.phase) for k in range(20)]
         return [weights for weights, phase in steps if phase != "local"]
 
     results = run_nodes(H, L, ours)
@@ -233,20 +233,20 @@ def test_replicas_are_bit_identical_and_learn(H: int, L: int, name: str) -> None
 @pytest.mark.pairwise
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("error_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stop", [3, 11, 23])
+@pytest.mark.parametrize("stop", [3, 11, 17])
 def test_resume_equals_no_interruption(stop: int, error_dtype: torch.dtype, name: str) -> None:
     def ours(transport: Transport) -> bool:
         net = model()
         optimizer = make(name, net, transport, error_dtype=error_dtype)
         train(transport, range(stop), net, optimizer)
         weights, state = copy.deepcopy(net.state_dict()), snapshot(optimizer)
-        expected = train(transport, range(stop, 27), net, optimizer)[-1]
+        expected = train(transport, range(stop, 20), net, optimizer)[-1]
         net2 = model(seed=5)
         optimizer2 = make(name, net2, transport, error_dtype=error_dtype)
         train(transport, range(50, 57), net2, optimizer2)
         net2.load_state_dict(weights)
         optimizer2.load_state_dict(state)
-        train(transport, range(stop, 27), net2, optimizer2)
+        train(transport, range(stop, 20), net2, optimizer2)
         assert optimizer.error_norm_ratio() == optimizer2.error_norm_ratio() > 0.0
         return torch.equal(flat(net2), expected) and same(optimizer.state_dict(), optimizer2.state_dict())
 
@@ -303,7 +303,7 @@ def test_buckets_smaller_than_a_block_per_rank(shapes: list[tuple[int, ...]], na
             optimizer.sync()
         return torch.cat([p.detach().view(-1) for p in params])
 
-    results = run_nodes(3, 2, ours)
+    results = run_nodes(2, 2, ours)
     assert all(torch.equal(result, results[0]) for result in results)
     assert (results[0] < 0.97).all() and (results[0] > 0.3).all()
 
@@ -361,7 +361,7 @@ def test_what_is_owed_takes_an_lth_of_the_memory() -> None:
 @pytest.mark.parametrize(
     ("old", "new"), [((2, 2), (4, 1)), ((4, 1), (2, 2)), ((2, 3), (3, 2)), ((2, 2), (1, 1)), ((3, 1), (2, 2))]
 )
-@pytest.mark.parametrize("steps", [3, 23, 38])
+@pytest.mark.parametrize("steps", [3, 14, 20])
 def test_what_is_owed_is_kept_where_the_world_changes(
     name: str, old: tuple[int, int], new: tuple[int, int], steps: int
 ) -> None:
@@ -380,7 +380,7 @@ def test_what_is_owed_is_kept_where_the_world_changes(
         net.load_state_dict(saved[0][1])
         optimizer.load_state_dicts(copy.deepcopy(states))
         share = owed(optimizer)
-        train(transport, range(steps, steps + 12), net, optimizer)
+        train(transport, range(steps, steps + 6), net, optimizer)
         if isinstance(optimizer, onebit.ZeroOneAdam):
             optimizer.sync()
         return share, flat(net).clone()

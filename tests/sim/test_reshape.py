@@ -53,23 +53,26 @@ def taken_over(rank: Rank, states: list[dict], layout: str) -> dict:
     return recut(rank.optimizer, rank.numbered, cuts, lambda part: states[part::parts])
 
 
-@pytest.mark.parametrize("name", FAMILY)
+CUTS = [
+    (("whole", 4), ("rows", 2)),
+    (("rows", 2), ("whole", 4)),
+    (("rows", 2), ("whole", 1)),
+    (("whole", 1), ("rows", 4)),
+    (("rows", 4), ("rows of 3", 1)),
+    (("whole", 2), ("tensor", 2)),
+    (("whole", 2), ("stages", 3)),
+    (("stages", 1), ("rows", 2)),
+    (("three axes", 1), ("whole", 2)),
+    (("three axes", 1), ("rows of 3", 2)),
+    (("rows", 3), ("three axes", 1)),
+]
+# Every cut by OnebitAdam, and in turn by one of the others.
+TAKEN_OVER = [("OnebitAdam", *cut) for cut in CUTS]
+TAKEN_OVER += [(("OnebitLamb", "ZeroOneAdam")[k % 2], *cut) for k, cut in enumerate(CUTS)]
+
+
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (("whole", 4), ("rows", 2)),
-        (("rows", 2), ("whole", 4)),
-        (("rows", 2), ("whole", 1)),
-        (("whole", 1), ("rows", 4)),
-        (("rows", 4), ("rows of 3", 1)),
-        (("whole", 2), ("tensor", 2)),
-        (("whole", 2), ("stages", 3)),
-        (("stages", 1), ("rows", 2)),
-        (("three axes", 1), ("whole", 2)),
-        (("three axes", 1), ("rows of 3", 2)),
-        (("rows", 3), ("three axes", 1)),
-    ],
-    ids=lambda of: f"{of[0]} x{of[1]}",
+    ("name", "old", "new"), TAKEN_OVER, ids=lambda of: of if isinstance(of, str) else f"{of[0]} x{of[1]}"
 )
 def test_what_is_owed_is_kept_moments_to_the_bit_and_training_goes_on(
     name: str, old: tuple[str, int], new: tuple[str, int]
