@@ -1,4 +1,4 @@
-"""What holds of every leaf of the sharded family as it does of sharded one-bit Adam: stage 2, skipping, checkpoints."""
+"""What holds of every leaf of the sharded family: stage 2, skipping, degenerate sizes, checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import copy
 
 import pytest
 import torch
+from family import same
 from sharded_ranks import initial, new, state_of, take_steps, values
+from test_sharded import FORMS
+from test_sharded_overlap import backward
 from test_sharded_state import SIZES, saved
 from torch import Tensor
 
@@ -62,32 +65,69 @@ def test_stage_2_is_stage_1_to_the_bit_and_frees_gradients_in_backward(leaf: str
         assert not any(kept) and any(left)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("leaf", LEAVES)
-def test_a_skipped_step_leaves_everything_untouched(leaf: str, stage: int) -> None:
-    """Step 3 of nine, at the end of a cycle where there are any, is repeated after an overflow on one rank."""
+WAYS = {form: (ShardedOnebitAdam, options) for form, options in FORMS.items()} | {
+    f"{leaf}, stage {stage}": (kind, own | {"stage": stage, "bucket_cap_mb": CAP})
+    for leaf, (kind, own) in LEAVES.items()
+    for stage in (1, 2)
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_skipped_step_leaves_everything_untouched(way: str) -> None:
+    """On all ranks; step 3 of nine, at the end of a cycle where there are any, goes on as if it had not been."""
+    kind, options = WAYS[way]
 
     def work(transport: SimTransport, bad: bool) -> tuple[Tensor, list[Tensor]]:
-        params, optimizer = start(transport, leaf, 3, stage=stage, bucket_cap_mb=CAP)
+        params, optimizer = new(transport, torch.bfloat16, kind=kind, **options)
+        take_steps(params, optimizer, range(3))
         if bad:
             before, kept = values(params), state_of(optimizer)
 
             def spoil(step: int, grads: list[Tensor]) -> None:
-                for g in grads if transport.rank == 1 else []:
-                    g[0] = float("inf")
+                if transport.rank == 1:
+                    for g in grads if options.get("stage") == 2 else grads[2:3]:
+                        g[5] = float("inf")
 
             take_steps(params, optimizer, range(90, 91), spoil)
             assert optimizer.stats.is_skipped and optimizer.stats.skipped_steps == 1
-            assert torch.equal(values(params), before)
-            assert all(torch.equal(a, b) for a, b in zip(state_of(optimizer), kept, strict=True))
+            assert torch.equal(values(params), before) and same(state_of(optimizer), kept)
         take_steps(params, optimizer, range(3, 9))
+        assert optimizer.stats.is_skipped is False
         return values(params), state_of(optimizer)
 
     never, skipped = (run_ranks(3, lambda transport, bad=bad: work(transport, bad)) for bad in (False, True))
-    for (x, state), (y, other) in zip(never, skipped, strict=True):
-        assert torch.equal(x, y) and all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
+    assert same(never, skipped)
 
 
+KINDS = {f"adam, stage {stage}": (ShardedOnebitAdam, {"stage": stage, "warmup_steps": 2}) for stage in (0, 1, 2)}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("sizes", [(1,), (1, 0, 2), (255, 1), (256,), (257, 1), (0,)])
+@pytest.mark.parametrize("name", [*KINDS, *LEAVES])
+def test_degenerate_sizes(name: str, sizes: tuple[int, ...], world_size: int) -> None:
+    """In one bucket or in one each; what has elements moves, the same everywhere, whether frames leave early or not."""
+    kind, own = (KINDS | LEAVES)[name]
+    cap = 4 / 2**20 if world_size == 2 else 16.0
+
+    def work(transport: SimTransport, overlap: bool) -> tuple[Tensor, list[Tensor]]:
+        options = {"bucket_cap_mb": cap, "overlap": overlap, **own}
+        params, optimizer = new(transport, sizes=sizes, kind=kind, **options | {"weight_decay": 0.0})
+        for step in range(6):
+            optimizer.zero_grad()
+            backward(params, step, transport.rank)
+            optimizer.step()
+        for p, old in zip(params, initial(sizes=sizes), strict=True):
+            assert bool((p != old).any()) == (p.numel() > 0)
+        return values(params), state_of(optimizer)
+
+    early, late = (run_ranks(world_size, lambda transport, on=on: work(transport, on)) for on in (True, False))
+    assert same(early, late)
+    assert all(torch.equal(x, early[0][0]) and bool(x.isfinite().all()) for x, _ in early)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [0, 5, 8])
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_resume_equals_no_interruption(leaf: str, stop: int) -> None:

@@ -100,19 +100,6 @@ def test_a_layer_that_nobody_has_a_gradient_for_is_left_alone() -> None:
     run_ranks(3, work)
 
 
-@pytest.mark.parametrize("world_size", [1, 5])
-@pytest.mark.parametrize("sizes", [(1,), (1, 0, 2), (255, 1), (0,)])
-def test_degenerate_sizes(sizes: tuple[int, ...], world_size: int) -> None:
-    def work(transport: SimTransport) -> Tensor:
-        params, optimizer = new(transport, sizes=sizes, kind=ShardedOnebitLamb)
-        take_steps(params, optimizer, range(WARMUP + 2))
-        return values(params)
-
-    xs = run_ranks(world_size, work)
-    assert all(torch.equal(x, xs[0]) and x.isfinite().all() for x in xs)
-    assert not torch.equal(xs[0], values(initial(sizes=sizes))) or sum(sizes) == 0
-
-
 def test_norms_cost_thirty_two_bytes_per_layer_and_peer() -> None:
     W, sizes = 4, (64 * 256, 128 * 256, 100)
     chunk = -(-(64 + 128 + 1) // W)

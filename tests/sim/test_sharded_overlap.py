@@ -91,6 +91,7 @@ EDITS: dict[str, tuple[Callable, int]] = {  # and how many steps are sent twice,
 }
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.usefixtures("votes")
 @pytest.mark.parametrize("leaf", ["adam, stage 0", "adam, stage 1", "lamb, stage 1"])
@@ -204,21 +205,6 @@ def test_a_momentums_weight_that_changes_behind_backward_counts_as_it_is() -> No
         return values(params), state_of(optimizer)
 
     plain, early = (run_ranks(2, lambda transport, on=on: work(transport, on)) for on in (False, True))
-    assert same(plain, early)
-
-
-@pytest.mark.parametrize("sizes", [(1,), (256,), (257, 1), (1, 1, 1)])
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_degenerate_sizes(sizes: tuple[int, ...], world_size: int) -> None:
-    def work(transport: SimTransport, overlap: bool) -> tuple[Tensor, list[Tensor]]:
-        params, optimizer = new(transport, sizes=sizes, bucket_cap_mb=4 / 2**20, warmup_steps=0, overlap=overlap)
-        for step in range(5):
-            optimizer.zero_grad()
-            backward(params, step, transport.rank)
-            optimizer.step()
-        return values(params), state_of(optimizer)
-
-    plain, early = (run_ranks(world_size, lambda transport, on=on: work(transport, on)) for on in (False, True))
     assert same(plain, early)
 
 

@@ -122,6 +122,7 @@ def _whole(states: list[dict], k: int, name: str) -> Tensor | None:
     return None if chunks[0] is None else torch.cat(chunks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_warm_up_that_is_over_does_not_begin_again(form: str) -> None:
     """Saved in one bit, by the count of the loading optimizer in its warm-up; or before states said so."""
