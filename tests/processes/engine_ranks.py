@@ -187,7 +187,7 @@ def trains_with_a_collective_between(cases: Sequence[tuple[dict, int]]) -> list[
         layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
         engine = zero.initialize(model=_Dropping(layers), config=copy.deepcopy(config), grid=grid)[0]
         draw = torch.Generator().manual_seed(grid.world.rank // shards)
-        for _ in range(10):
+        for _ in range(7):
             x, dropped = torch.randn(4, 16, generator=draw), int(torch.randint(-2, 6, (), generator=draw))
             loss = (engine(x, dropped) - 1.0).square().mean()
             engine.backward(loss)

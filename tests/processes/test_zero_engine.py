@@ -106,4 +106,4 @@ def test_a_collective_of_the_scripts_own_between_backward_and_step() -> None:
     cases += [(config_of("OneBitAdam", WARM, **{**at(stage, **ours), **small}), 2) for stage in (1, 2, 3)]
     ended = run_torchrun(4, trains_with_a_collective_between, cases, timeout_s=90).check()
     for found in ended.results:
-        assert found == [{"same everywhere": True, "steps": 10}] * len(cases)
+        assert found == [{"same everywhere": True, "steps": 7}] * len(cases)
