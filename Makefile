@@ -1,7 +1,7 @@
 # make demo    install into .venv, then train the same model with dense AdamW and with OnebitAdam, and compare
 # make bench   install, DeepSpeed into .venv-deepspeed, then measure everything against each other (an hour)
 # make test    install, then run the usual tests (fifteen minutes on two cores)
-#      test-fast   those without processes, network and patience (three minutes)
+#      test-fast   those without processes, network and patience (a minute and a half)
 #      test-all    all of them (twenty-five minutes)
 # make lint    install, then ruff, mypy, and the length of commit subjects
 # make docs    install mkdocs, then build the site into site/; a link that leads nowhere is an error
