@@ -450,8 +450,9 @@ REFERENCE = [
     for dotted in re.findall(r"^::: (.+)$", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
 ]
 ROOMS_OF_THE_REFERENCE = (
-    "onebit", "onebit.host", "onebit.comm", "onebit.comm.codecs", "onebit.membership", "onebit.zero", "onebit.zero.compression",
-    "onebit.zero.data_efficiency", "onebit.zero.deepspeed.accelerator", "onebit.zero.deepspeed.checkpointing",
+    "onebit", "onebit.host", "onebit.comm", "onebit.comm.codecs", "onebit.membership", "onebit.zero",
+    "onebit.zero.compression", "onebit.zero.data_efficiency", "onebit.zero.deepspeed.accelerator",
+    "onebit.zero.deepspeed.checkpointing",
     "onebit.zero.deepspeed.comm", "onebit.zero.deepspeed.moe", "onebit.zero.deepspeed.ops",
     "onebit.zero.deepspeed.utils", "onebit.zero.inference", "onebit.zero.offload", "onebit.zero.pipe",
     "onebit.zero.sparse_attention", "onebit.zero.utils", "onebit.zero.zero",
