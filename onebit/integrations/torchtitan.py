@@ -219,7 +219,7 @@ class OptimizersContainer:
         if self._key not in state_dict:
             raise ValueError(
                 f"this checkpoint holds the optimizer of {', '.join(state_dict) or 'no rank'}, not of {self._key}; "
-                "load it on the same number of ranks as have written it"
+                "load it on the same number of ranks that wrote it"
             )
         self.optimizer.load_state_dict(read_archive(io.BytesIO(state_dict[self._key])))
 

@@ -219,7 +219,7 @@ class OwnParameter(nn.Module):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: NoWay(False), r"table is a buffer without values that no file holds .*NoWay a reset_buffers\(\)"),
+        (lambda: NoWay(False), r"table is a buffer without values, and no file .*NoWay a reset_buffers\(\)"),
         (lambda: NoWay(True), r"table is a buffer without values: give NoWay a reset_buffers\(\)"),
         (Loose, r"table is a tensor without values that is neither a parameter nor a buffer"),
         (OwnParameter, r"OwnParameter\) has parameters and no reset_parameters\(\)"),

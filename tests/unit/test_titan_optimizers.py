@@ -254,7 +254,7 @@ def test_a_saved_container_goes_on_in_the_same_bits() -> None:
             part.load_state_dict(held)
         resumed = build(other, transport)
         resumed.load_state_dict(saved)
-        with pytest.raises(ValueError, match="on as many ranks"):
+        with pytest.raises(ValueError, match="on the same number of ranks"):
             resumed.load_state_dict({"rank 7, part 0": b""})
         return torch.equal(train(other, resumed, range(5, 9), transport.rank), straight)
 
@@ -265,7 +265,7 @@ def test_a_saved_container_goes_on_in_the_same_bits() -> None:
     ("config", "arguments", "message"),
     [
         ({"name": "Muon"}, {}, "must be one of Adam, AdamW"),
-        ({"name": "Adam"}, {}, "adds it to the gradient"),
+        ({"name": "Adam"}, {}, "adds the decay to the gradient"),
         ({"momentum": 0.9}, {}, "optimizer_config has momentum, which would have no effect"),
         ({}, {"lr": 0.1}, "lr belongs in optimizer_config"),
         ({}, {"parallel_dims": SimpleNamespace(dp_replicate=2, dp_shard=-1)}, r"dp_shard\); give .* mesh"),

@@ -511,4 +511,4 @@ class TestWhereOneBitIsEncoded:
     def test_what_several_ranks_have_not_is_refused(self, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main(["--params", "1e9", "--hosts", "2", *more])
-        assert "several ranks: all parameters are trained" in capsys.readouterr().err
+        assert "several ranks, all parameters are trained" in capsys.readouterr().err
