@@ -268,8 +268,13 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         if self._join.is_on and not self._any_rank_has_data():
             return loss
         bad = self._take_step(self._unscale()) if self._members is None else self._take_step_of(self._members)
-        if self.replica_check.is_due(are_synchronised=self.rule.is_synchronised()):
-            self.check_replicas()
+        if self._lost is None and self.replica_check.is_due(are_synchronised=self.rule.is_synchronised()):
+            try:
+                self.check_replicas()
+            except PeerError as error:
+                if self._members is None:
+                    raise
+                self._lost = error
         self._fill_stats()
         self._end_step()
         self._steps_here += 1
@@ -288,7 +293,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
                 f"{members.rendezvous.name} is in no run yet: call onebit.membership.begin(optimizer) before step()"
             )
         while True:
-            why, self._lost = self._lost, None
+            (why, self._lost), steps = (self._lost, None), self.steps_taken()
             try:
                 if why is not None or self._change_is_due:
                     self._change_is_due = False
@@ -300,6 +305,8 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
                 return self._take_step(self._unscale())
             except PeerError as error:
                 self._lost = error
+                if self.steps_taken() > steps:
+                    return None  # taken and written; the members meet before the next one
 
     def leave_world(self) -> State:
         """This and the next three: see `membership.change.Changing`."""

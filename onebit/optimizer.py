@@ -584,6 +584,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def _why_members_stay(self) -> str:
         if self.delay:
             return "with delay=1 a step is under way between two; use delay=0"
+        if self.policy.mode == "auto":
+            return 'compression="auto" measures the network within a step; use compression="always"'
         if self.model_parallel_group.whole.world_size > 1:
             return "a member is one rank, and this model is divided among several"
         return self.rule.why_members_stay()

@@ -18,15 +18,18 @@ import io
 import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from ..agreement.replicas import check_same_lines, make_equal
 from ..checkpoint.archive import read_archive
 from ..comm import PeerError, Transport
-from ..comm.messages import gather_bytes
+from ..comm.messages import gather_bytes, gather_texts
 from ..usage.contract import Group, State
 from .members import Members, Travels
 from .rendezvous import MembershipError
@@ -88,20 +91,23 @@ def begin(optimizer: Changing, **travels: Travels) -> None:
     Raises:
         MembershipError: No epoch came about within `Patience.wait_s`, or the run has ended.
         TypeError: The optimizer's transport is another one.
-        ValueError: On all members, if models or options differ.
+        ValueError: This newcomer has another model or other options than the run; among founders, on all of them.
     """
     members = optimizer.transport
     if not isinstance(members, Members):
         raise TypeError(f"expected an optimizer over a Members transport, got one over {type(members).__name__}")
     members.travels = travels
-    change(optimizer, members, None)
+    try:
+        change(optimizer, members, None)
+    except BaseException:
+        members.abandon()  # whoever waits for this one goes on
+        raise
 
 
 def change(optimizer: Changing, members: Members, why: PeerError | None) -> Change:
     """Bring this member and its optimizer into the next epoch. All members.
 
-    Raises MembershipError as `Rendezvous.meet`, or if nobody is left who has the state; ValueError, on all members, if
-    a newcomer has another model or other options.
+    Raises MembershipError as `Rendezvous.meet`, or if nobody is left who has the state; ValueError as `begin`.
     """
     began, before, sent = time.monotonic(), members.roster, members.sent_bytes
     own = optimizer.leave_world()
@@ -139,10 +145,9 @@ def _bring_together(optimizer: Changing, members: Members, steps: int, own: Stat
     mine = {"steps": steps, "has_state": members.has_state}
     standing = [json.loads(row) for row in gather_bytes(members, json.dumps(mine).ljust(64).encode())]
     with_state = [rank for rank, its in enumerate(standing) if its["has_state"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
     if len(with_state) < members.world_size:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        lines = [f"parameter {k}: {p.dtype} {tuple(p.shape)}" for k, p in enumerate(params)]
-        check_same_lines(members, "models and options", [*lines, *optimizer.option_lines()], members.device)
+        _refuse_strangers(optimizer, members, params, with_state)
     if not with_state:
         if members.rendezvous.has_begun:
             raise MembershipError(
@@ -162,6 +167,32 @@ def _bring_together(optimizer: Changing, members: Members, steps: int, own: Stat
         return _receive(part, ranks.index(source))
     travels = {name: its.state_dict() for name, its in members.travels.items()}
     _send(part, {"optimizer": optimizer.for_others(own), "travels": travels})
+    return None
+
+
+def _refuse_strangers(
+    optimizer: Changing, members: Members, params: Sequence[Tensor], with_state: Sequence[int]
+) -> None:
+    """Raise ValueError in newcomers whose model or options are not the run's; PeerError in all others, which go on.
+
+    Among founders alone: ValueError on all.
+    """
+    lines = [f"parameter {k}: {p.dtype} {tuple(p.shape)}" for k, p in enumerate(params)]
+    lines += optimizer.option_lines()
+    if not with_state:
+        return check_same_lines(members, "models and options", lines, members.device)
+    texts = [text.split("\n") for text in gather_texts(members, "\n".join(lines))]
+    theirs = texts[with_state[0]]
+    strangers = [rank for rank, text in enumerate(texts) if text != theirs]
+    if members.rank in strangers:
+        pairs = enumerate(zip_longest(lines, theirs, fillvalue="nothing"))
+        k, (mine, run) = next((k, pair) for k, pair in pairs if pair[0] != pair[1])
+        raise ValueError(
+            f"{members.rendezvous.name} has another model or other options than the run: entry {k} is {mine} here, "
+            f"{run} there; build the same model and the same optimizer"
+        )
+    if strangers:
+        raise PeerError("newcomers with another model or other options were refused", strangers)
     return None
 
 

@@ -207,7 +207,7 @@ def test_a_run_that_nobody_carries_on_is_told_apart_from_a_start() -> None:
     """Its state is gone: a newcomer may not take its own initial values for the run's."""
 
     def work(members: Members) -> None:
-        optimizer = onebit.OnebitAdam(net().parameters(), lr=1e-2, transport=members)
+        optimizer = onebit.OnebitAdam(net().parameters(), lr=1e-2, transport=members, compression="always")
         begin(optimizer)
 
     hub = Hub(1, wait_s=1.0)
@@ -223,10 +223,14 @@ def test_a_run_that_nobody_carries_on_is_told_apart_from_a_start() -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda p, t: onebit.OnebitLamb(p, lr=1e-2, transport=t), "half written"),
-        (lambda p, t: onebit.OnebitMuon(p, lr=1e-2, transport=t), "half written"),
+        (lambda p, t: onebit.OnebitLamb(p, lr=1e-2, transport=t, compression="always"), "half written"),
+        (lambda p, t: onebit.OnebitMuon(p, lr=1e-2, transport=t, compression="always"), "half written"),
         (lambda p, t: onebit.OnebitAdam(p, lr=1e-2, transport=t, delay=1), "use delay=0"),
-        (lambda p, t: onebit.ZeroOneAdam(p, lr=1e-2, transport=t, local_step_clipper=4), "local_step_clipper=1"),
+        (lambda p, t: onebit.OnebitAdam(p, lr=1e-2, transport=t), 'use compression="always"'),
+        (
+            lambda p, t: onebit.ZeroOneAdam(p, lr=1e-2, transport=t, compression="always", local_step_clipper=4),
+            "local_step_clipper=1",
+        ),
         (lambda p, t: ShardedOnebitAdam(p, lr=1e-2, transport=t), "the only copy"),
         (lambda p, t: onebit.LocalSteps(torch.optim.AdamW(p), every=4, transport=t), "OnebitAdam"),
         (lambda p, t: DenseAverager(p, t), "OnebitAdam"),
@@ -244,7 +248,9 @@ def test_what_cannot_go_on_is_refused_by_name(make: Callable[..., object], why: 
 def test_a_step_before_begin_is_refused() -> None:
     """Alone it would train, and nobody would say so."""
     model = net()
-    optimizer = onebit.OnebitAdam(model.parameters(), lr=1e-2, transport=Hub(1).members("a", [INF]))
+    optimizer = onebit.OnebitAdam(
+        model.parameters(), lr=1e-2, transport=Hub(1).members("a", [INF]), compression="always"
+    )
     model(torch.ones(2, 12)).sum().backward()
     with pytest.raises(RuntimeError, match="begin\\(optimizer\\) before step"):
         optimizer.step()
@@ -283,7 +289,9 @@ def test_strangers_are_not_let_in(strangers: str) -> None:
             members.rendezvous._token = "guessed"
         model = nn.Linear(12, 13 if is_strange and strangers == "model" else 12)
         floor = 0.5 if is_strange and strangers == "options" else 0.01
-        optimizer = onebit.OnebitAdam(model.parameters(), lr=1e-2, transport=members, variance_floor=floor)
+        optimizer = onebit.OnebitAdam(
+            model.parameters(), lr=1e-2, transport=members, variance_floor=floor, compression="always"
+        )
         begin(optimizer)
 
     run = founded(hub, work, [INF, INF])
@@ -291,3 +299,29 @@ def test_strangers_are_not_let_in(strangers: str) -> None:
         thread.join(30)
     said = [str(error) for error in run.errors.values()]
     assert said and all("token" in text if strangers == "token" else "differ between ranks" in text for text in said)
+
+
+def test_a_newcomer_with_another_model_is_refused_and_the_others_go_on() -> None:
+    hub = Hub(2)
+
+    def work(members: Members) -> Tensor:
+        if members.rendezvous.name != "n":
+            return train(members, 20, hub)[1]
+        begin(onebit.OnebitAdam(nn.Linear(3, 3).parameters(), lr=1e-2, transport=members, compression="always"))
+        raise AssertionError("let in")
+
+    run = founded(hub, work, [INF, INF])
+    assert hub.holds.wait(30)
+    run.start("n")
+    for thread in run.threads:
+        thread.join(30)
+    assert torch.equal(run.results["a"], run.results["b"])
+    assert isinstance(run.errors["n"], ValueError) and "entry 0 is parameter 0" in str(run.errors["n"])
+
+
+def test_a_loss_within_a_vote_on_replicas_is_survived() -> None:
+    """It comes after the step was written: the members meet before the next one, and no step is taken twice."""
+    for fuse in range(60, 76):
+        run = founded(Hub(3), lambda members: train(members, 12, check_replicas_every=1), [INF, fuse, INF]).join()
+        (steps, first), (others, second) = run.results.values()
+        assert steps == others == 12 and torch.equal(first, second)
