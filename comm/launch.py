@@ -364,7 +364,7 @@ def _on_new_group(launch: Launch, backend: str, timeout_s: float) -> TorchTransp
             call_within(timeout_s + ANSWER_S, connect, getattr(store, "port", launch.master_port))
             # The script may use the group, too. When its timeout passes, Gloo closes all connections, so ours must
             # pass first: only then can the ranks still find out who is missing.
-            _set_timeout(timeout_s + DIAGNOSIS_S)
+            set_group_timeout(timeout_s + DIAGNOSIS_S)
         else:
             connect()
     except (RuntimeError, TimeoutError) as error:
@@ -377,7 +377,7 @@ def _on_new_group(launch: Launch, backend: str, timeout_s: float) -> TorchTransp
     return TorchTransport(None, timeout_s, owns_group=True, store_host=None if launch.has_agent_store else 0)
 
 
-def _set_timeout(timeout_s: float) -> None:
+def set_group_timeout(timeout_s: float) -> None:
     """Set the timeout of the default group's operations from now on."""
     group = torch.distributed.group.WORLD
     assert group is not None

@@ -36,6 +36,9 @@ from .rendezvous import MembershipError
 
 log = logging.getLogger(__name__)
 
+PIECE_BYTES = 4 << 20
+"""A state is sent in pieces, each within the transport's timeout: four seconds of a link at 10 Mbit/s."""
+
 
 class Changing(Protocol):
     """An optimizer whose world may change. Parameters are written by `take_over` alone."""
@@ -116,11 +119,11 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
         try:
             members.enter_next(why)
             theirs = _bring_together(optimizer, members, steps, own)
-            gather_bytes(members, b"\0")  # all have what they need
+            assert members.roster is not None
+            members.rendezvous.confirm(members.roster, "ready")  # however long a copy takes: no timeout of a transport
             break
         except PeerError as error:
             why = error
-    assert members.roster is not None
     if theirs is None:
         optimizer.enter_world(own)
     else:
@@ -201,14 +204,16 @@ def _send(part: Transport, state: State) -> None:
     torch.save(state, file)
     data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(part.device)
     part.broadcast(torch.tensor([len(data)], dtype=torch.int64, device=part.device), part.rank).wait()
-    part.broadcast(data, part.rank).wait()
+    for piece in data.split(PIECE_BYTES):
+        part.broadcast(piece, part.rank).wait()
 
 
 def _receive(part: Transport, source: int) -> State:
     length = torch.zeros(1, dtype=torch.int64, device=part.device)
     part.broadcast(length, source).wait()
     data = torch.empty(int(length), dtype=torch.uint8, device=part.device)
-    part.broadcast(data, source).wait()
+    for piece in data.split(PIECE_BYTES):
+        part.broadcast(piece, source).wait()
     state: State = read_archive(io.BytesIO(data.cpu().numpy().tobytes()))
     return state
 

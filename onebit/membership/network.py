@@ -6,6 +6,7 @@ members = onebit.membership.connect("host:29400", founders=2)   in each member
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from ..comm import PeerError
-from ..comm.transports.edge import STORE_S, reason
+from ..comm.launch import set_group_timeout
+from ..comm.transports.edge import DIAGNOSIS_S, STORE_S, reason
 from ..comm.transports.hanging import call_within
 from .members import Members
 from .rendezvous import MembershipError, Patience, Rendezvous, Roster
@@ -65,7 +67,9 @@ def connect(
     name = name or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
     store = partial(_store, host, int(port))
     rendezvous = Rendezvous(store, name, token=token, founders=founders, patience=patience)
-    return Members(rendezvous, partial(_group, rendezvous, store, timeout_s))
+    members = Members(rendezvous, partial(_group, rendezvous, store, timeout_s))
+    atexit.register(members.abandon)  # Gloo's threads may abort a Python that ends; and the others learn of it at once
+    return members
 
 
 def serve(port: int) -> dist.TCPStore:
@@ -94,7 +98,7 @@ def _group(
 ) -> TorchTransport:
     from ..comm.transports.torch_distributed import TorchTransport
 
-    rendezvous.confirm(roster)  # a peer that dies while groups connect would hold Gloo for ever
+    rendezvous.confirm(roster, "present")  # a peer that dies while groups connect would hold Gloo for ever
     prefixed = dist.PrefixStore(f"group/{roster.epoch}", store())
     make = partial(
         dist.init_process_group,
@@ -108,4 +112,5 @@ def _group(
         call_within(CONNECT_S + STORE_S, make, None)
     except (RuntimeError, TimeoutError) as error:
         raise PeerError(f"{rendezvous.name}: epoch {roster.epoch} does not connect: {reason(error)}") from error
+    set_group_timeout(timeout_s + DIAGNOSIS_S)  # Gloo's own, which must come second
     return TorchTransport(None, timeout_s, owns_group=True, finds_cause=False)

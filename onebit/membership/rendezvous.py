@@ -121,15 +121,15 @@ class Rendezvous:
         """Whether an epoch came about: from then on a member has the run's state, or none ever will."""
         return bool(self._store.check(["begun"]))
 
-    def confirm(self, roster: Roster) -> None:
-        """Wait until all members of an epoch have seen that they are in it. Raises PeerError if one falls silent."""
-        self._store.set(f"confirmed/{roster.epoch}/{self.name}", "yes")
+    def confirm(self, roster: Roster, what: str) -> None:
+        """Wait until all members of an epoch have confirmed this. Raises PeerError if one falls silent meanwhile."""
+        self._store.set(f"{what}/{roster.epoch}/{self.name}", "yes")
         silences, absent = _Silences(self._store), list(roster.names)
-        while absent := [n for n in absent if not self._store.check([f"confirmed/{roster.epoch}/{n}"])]:
+        while absent := [n for n in absent if not self._store.check([f"{what}/{roster.epoch}/{n}"])]:
             silent = [name for name in absent if silences.of(name) > self.patience.suspect_s]
             if silent:
                 ranks = [roster.names.index(name) for name in silent]
-                raise PeerError(f"{self.name}: {', '.join(silent)} fell silent before epoch {roster.epoch}", ranks)
+                raise PeerError(f"{self.name}: {', '.join(silent)} fell silent as epoch {roster.epoch} began", ranks)
             time.sleep(POLL_S)
 
     def begin(self) -> None:

@@ -13,7 +13,7 @@ from test_onebit_adam import SIZES, gradient, split, start
 from torch import Tensor, nn
 
 import onebit
-from onebit.comm import IdentityCodec
+from onebit.comm import IdentityCodec, SimTransport
 from onebit.dense import DenseAverager, average_gradients
 from onebit.membership import Members, MembershipError, begin
 from onebit.reference.onebit_adam import OnebitAdam as OnebitAdamOracle
@@ -325,3 +325,25 @@ def test_a_loss_within_a_vote_on_replicas_is_survived() -> None:
         run = founded(Hub(3), lambda members: train(members, 12, check_replicas_every=1), [INF, fuse, INF]).join()
         (steps, first), (others, second) = run.results.values()
         assert steps == others == 12 and torch.equal(first, second)
+
+
+def test_a_copy_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces come within it; the third member waits for signs of life, not for a message."""
+    hub, piece, sent = Hub(2, timeout_s=1.0), 1 << 11, []
+    monkeypatch.setattr("onebit.membership.change.PIECE_BYTES", piece)
+    broadcast = SimTransport.broadcast
+
+    def slow(transport: SimTransport, x: Tensor, src: int) -> object:
+        if x.numel() == piece and transport.rank == src:
+            sent.append(x)
+            time.sleep(0.5)
+        return broadcast(transport, x, src)
+
+    monkeypatch.setattr(SimTransport, "broadcast", slow)
+    run = founded(hub, lambda members: train(members, 20, hub), [INF, INF])
+    assert hub.holds.wait(30)
+    run.start("n")
+    run.join()
+    first, *others = [params for _, params in run.results.values()]
+    assert len(sent) >= 3 and len(others) == 2 and all(torch.equal(first, other) for other in others)
+    assert max(hub.networks) == 2
