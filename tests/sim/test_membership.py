@@ -54,7 +54,9 @@ def train(members: Members, steps: int, hub: Hub | None = None, **options: objec
     return optimizer.steps_taken(), torch.cat([p.detach().view(-1) for p in model.parameters()])
 
 
-@pytest.mark.parametrize("fuse", [9, 31, 60.5, 101, 101.5, 102.5, 103.5, 150])
+@pytest.mark.parametrize(
+    "fuse", [60.5, 101, *(pytest.param(k, marks=pytest.mark.slow) for k in (9, 31, 101.5, 102.5, 103.5, 150))]
+)
 def test_survivors_go_on_with_the_same_bits(fuse: float) -> None:
     """Whatever the lost member was doing: entering, sending a bucket to some and not to others, waiting."""
     run = founded(Hub(3), lambda members: train(members, 16), [INF, fuse, INF]).join()
@@ -63,6 +65,7 @@ def test_survivors_go_on_with_the_same_bits(fuse: float) -> None:
     assert steps == others == 16 and torch.equal(first, second)
 
 
+@pytest.mark.slow
 def test_a_step_that_others_have_taken_is_taken_over() -> None:
     """Of the fuses at which a step's last message reaches one survivor alone."""
     took = []
@@ -103,6 +106,7 @@ def test_a_newcomer_gets_the_state_and_counts_from_the_next_epoch() -> None:
     assert all(count == 20 and torch.equal(first, params) for count, params in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(k, marks=pytest.mark.thorough) for k in range(6, 30))])
 def test_random_changes_leave_replicas_equal(seed: int) -> None:
     """Members die at random operations, also while others join, change or die; others come."""
@@ -256,6 +260,7 @@ def test_a_step_before_begin_is_refused() -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_zero_one_adam_goes_on() -> None:
     def work(members: Members) -> Tensor:
         model = net()
@@ -319,6 +324,7 @@ def test_a_newcomer_with_another_model_is_refused_and_the_others_go_on() -> None
     assert isinstance(run.errors["n"], ValueError) and "entry 0 is parameter 0" in str(run.errors["n"])
 
 
+@pytest.mark.slow
 def test_a_loss_within_a_vote_on_replicas_is_survived() -> None:
     """It comes after the step was written: the members meet before the next one, and no step is taken twice."""
     for fuse in range(60, 76):
@@ -327,6 +333,7 @@ def test_a_loss_within_a_vote_on_replicas_is_survived() -> None:
         assert steps == others == 12 and torch.equal(first, second)
 
 
+@pytest.mark.slow
 def test_a_copy_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces come within it; the third member waits for signs of life, not for a message."""
     hub, piece, sent = Hub(2, timeout_s=1.0), 1 << 11, []
