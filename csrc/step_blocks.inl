@@ -1,4 +1,5 @@
-// The int8 frame of comm/kernels/reference.py and the int4 frame of comm/codecs/int4.py over `Lanes`: whole steps of a scale.
+// The int8 frame of comm/kernels/reference.py and the int4 frame of comm/kernels/int4_reference.py over `Lanes`: whole
+// steps of a scale.
 // Included by frames.inl once per frame, with what sets them apart in `Code`: kSteps, bytes, load, store.
 
 // The largest |c|, as its bits: at or above kInfinityBits if the block holds an infinity or a NaN.
