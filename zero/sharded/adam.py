@@ -1,7 +1,7 @@
 """ShardedOnebitAdam: ZeRO across the slow axis. Signs of momentum go up to the owners, differences come down.
 
-For clusters with one rank per node, where sharding itself must cross the network. `ShardedAdamRule` is a step of one
-bucket from top to bottom, `ShardedOnebitAdam` the optimizer that takes it, and the algorithm in formulas.
+For clusters with one rank per node, in which sharding itself must cross the network. `ShardedAdamRule` is a step of one
+bucket from top to bottom. `ShardedOnebitAdam` is the optimizer; its docstring contains the algorithm in formulas.
 """
 
 from __future__ import annotations
@@ -39,7 +39,14 @@ class ShardedAdamRule(ShardedRule):
     def exchange(
         self, bucket: ShardedBucket, decision: Decision, scale: float, early_WB: Tensor | None
     ) -> Generator[Work | Meeting, Answer, bool]:
-        """Steps 2 to 4. Whether the bucket has moved. early: frames of step 2 that went up before the decision."""
+        """Take steps 2 to 4, and return whether the bucket has moved.
+
+        Args:
+            bucket: The bucket.
+            decision: The result of the vote, step 1.
+            scale: Factor of the gradients, before clipping.
+            early_WB: Frames of step 2 that went up before the decision; None if none did.
+        """
         numbers, seen = self.numbers(bucket), decision.of(bucket)
         arrived = yield from self.placement.send_up(bucket, numbers, seen, scale * decision.clip_factor, early_WB)  # 2
         update, decay = yield from self.update(bucket, numbers, seen, arrived)  # 3
@@ -52,14 +59,14 @@ class ShardedAdamRule(ShardedRule):
     def update(
         self, bucket: ShardedBucket, numbers: StepNumbers, seen: Sequence[bool], arrived: Received
     ) -> Generator[Work, None, tuple[Tensor, float]]:
-        """u, float32 [N], and decay: master ← (1 - decay)·master - lr·u."""
+        """Return u, float32 [N], and the decay: master ← (1 - decay)·master - lr·u."""
         return self.direction(bucket, numbers, arrived), numbers.decay
-        yield  # a generator, as LAMB's, whose owners tell each other norms here
+        yield  # makes this a generator, as in LAMB, whose owners exchange norms here
 
     def direction(
         self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Received, D: Tensor | None = None
     ) -> Tensor:
-        """m̂/D of the own chunk, float32 [N]; D is written, where someone asks. Advances the variance."""
+        """Return m̂/D of this rank's chunk, float32 [N], and advance the variance. Writes D if a tensor is given."""
         make = self._in_one_pass if arrived.heard is None else self._in_warmup
         direction = make(bucket, numbers, arrived, D)
         self.placement.keep_mean(bucket, arrived)
@@ -91,7 +98,7 @@ class ShardedAdamRule(ShardedRule):
         return direction
 
     def _in_warmup(self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Received, D: Tensor | None) -> Tensor:
-        """The same of frames in eight bits, or of gradients."""
+        """As `_in_one_pass`, for the frames of the warm-up: momentum in eight bits, or gradients."""
         heard, config, (beta1, beta2) = arrived.heard, self.placement.config, numbers.betas
         assert heard is not None
         block, correction = config.codec.block, bucket.correction(beta1)
@@ -123,13 +130,13 @@ class ShardedOnebitAdam(ShardedOnebitOptimizer):
     """AdamW with its state sharded over all ranks, and about 5.1 bits (or 2.1) per parameter and step on the wire.
 
     The model's parameters, bfloat16 or float32 (or float16), are *replicas*: the same bits on every rank. Each rank
-    owns one of W chunks of every bucket: float32 master weights and a variance that lives to the end. Nothing freezes,
-    and the warm-up is short and compressed. Give it the plain model's parameters and each rank's own loss; it averages
-    itself. All ranks construct it alike and call step() together; rank 0's initial values are sent to all. One step,
-    k-th of a parameter:
+    owns one of W chunks of every bucket: its float32 master weights, and a variance that is updated until the end.
+    Nothing freezes, and the warm-up is short and compressed. Pass the plain model's parameters, and compute each rank's
+    own loss; the optimizer averages over ranks. All ranks construct it with the same arguments and call step()
+    together; rank 0's initial values are sent to all. Step k of a parameter:
 
-    1. vote: {is g_i finite?, ‖g_i‖², <g_i, m̂_prev> on the own chunks}. Not finite anywhere: all skip, no state
-    changes. Of a rank beyond four times the usual norm g_i is scaled down to that (`bounds.py`).
+    1. vote: {is g_i finite?, ‖g_i‖², <g_i, m̂_prev> on the own chunks}. If any g_i is not finite, all ranks skip and no
+       state changes. A g_i of more than four times the usual norm is scaled down to that (`bounds.py`).
        With max_grad_norm, g_i *= min(1, max_grad_norm/N), N² = mean‖g_i‖²/W + (1 - 1/W)·max(0, Σ <g_i, m̂_prev>).
     2. up, rank i:     c_i += (1-β1)·(g_i - q_i_prev);  q_i = s·sgn(c_i), s = mean|c_i| per block; to the chunks' owners
     3. owner of j:     m̂ = mean_i q_i/(1-β1^k), s̄ = mean_i s_i/(1-β1^k);  v = β2·v + (1-β2)·g·(g/W + (1-1/W)·m̂)
@@ -142,27 +149,36 @@ class ShardedOnebitAdam(ShardedOnebitOptimizer):
     4. down, to all:   Q = C(master - replica);  replica = replica + Q, rounded to the replica's type, on every rank
        stage 0:        Q = C(m̂/D + E), E = m̂/D + E - Q;  parameter = (1 - lr·wd)·parameter - lr·Q, on every rank
 
-    lr, betas, eps, weight_decay: as in torch.optim.AdamW; read anew from param_groups in every step. updates:
-    what comes down at stage 0, "int4" or "sign"; parameters are then whole on every rank, and so are
-    the masters of those in less than float32. The
-    others: see `ShardedOptions`.
+    A parameter without a gradient on any rank keeps its value and all its state; if only some ranks have no gradient
+    for it, theirs counts as zero. Change parameters outside step() only before the first step, or call
+    `adopt_parameters`.
 
-    A parameter without a gradient on any rank stays as it is, with all its state; one without a gradient on some ranks
-    counts as zero there. Change parameters outside step() only before the first step, or call `adopt_parameters`.
-
-    At lr 0 masters stand still, and replicas take what C still owes them of earlier steps: with "int4" at most 0.12 of
-    the lr before, gone in 8 steps; with "sign" up to 6 lr, over tens of steps (measured: normal gradients, lr 1e-3). In
-    bfloat16 an element whose master lies between two values may change from one to the other. From the first step on lr
-    0 moves nothing.
+    At lr 0 masters do not move, but replicas still receive the residuals of C from earlier steps: with "int4" at most
+    0.12 of the previous lr, gone in 8 steps; with "sign" up to 6 lr, over tens of steps (measured: normal gradients, lr
+    1e-3). In bfloat16 an element whose master is between two values may change from one to the other. If lr is 0 from
+    the first step on, nothing moves.
 
     State on each rank, bytes per parameter: c 2 (float32: 4), master and variance 8/W; with max_grad_norm 0.13 more; in
     the warm-up 4/W more. Sends per rank (W-1)/W·(1 + 16/block + 4 + 16/block) bits per parameter and step ("sign": 1
     instead of 4; in the warm-up 8, or the warmup_codec's, instead of the first 1), each parameter padded to whole
     blocks, and a vote of 74 bytes and a bit per parameter tensor to each peer (at stage 2 one for every bucket).
 
-    Accuracy: for data that is shuffled across ranks (`stats.health`, which warns); OnebitAdam for data that is not.
-    Raises ValueError/TypeError at construction: bad options, unsupported dtypes, or parameters that differ between
-    ranks (named).
+    Accurate for data that is shuffled across ranks, which `stats.health` checks and warns about; for other data use
+    `OnebitAdam`.
+
+    Args:
+        params: Parameters or groups, the same on all ranks.
+        lr: Learning rate, read from param_groups in every step, as are the next three. Default 1e-3.
+        betas: Decay of momentum and variance. Default (.9, .999).
+        eps: Added to D. Default 1e-8.
+        weight_decay: Decoupled weight decay, as in torch.optim.AdamW. Default 1e-2.
+        updates: Format of what comes down at stage 0, "int4" or "sign" (default). Parameters are then whole on every
+            rank, and so are the masters of those in less than float32.
+        **common: See `ShardedOptions`.
+
+    Raises:
+        ValueError: An option is out of its range, or parameters differ between ranks; the error names them.
+        TypeError: An option has the wrong type, or a parameter an unsupported dtype.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""How far a rank's gradients may stand out from the others': beyond that they are scaled down before they are sent.
+"""Bounds on how far a rank's gradients may exceed the other ranks': larger ones are scaled down before they are sent.
 
-An owner's variance is made of its own gradients and of the mean, as if ranks were samples of the same. A bad batch on
-another rank is in the mean alone: every element of a block would move by update_limit·lr, step after step, until that
-rank's momentum has forgotten it. What is bounded here never enters a momentum, and is not returned.
+An owner computes its variance from its own gradients and from the mean, as if ranks were samples of one distribution. A
+bad batch on another rank is only in the mean: every element of a block would move by update_limit·lr, step after step,
+until that rank's momentum has decayed. The part that is cut off here never enters a momentum, and is not carried over.
 """
 
 from __future__ import annotations
@@ -14,26 +14,31 @@ import torch
 from torch import Tensor
 
 MOST = 4.0
-"""A rank's norm is at most so many times the usual one. Ranks whose data is shuffled differ by less than 2."""
+"""A rank's norm is at most this multiple of the usual one. On shuffled data ranks differ by less than a factor of 2."""
 
 _MEMORY = 100  # steps
 
 
 class Bounds:
-    """What to multiply each rank's gradients by, from the norms in a vote; all ranks find the same.
+    """Computes the factor of each rank's gradients from the norms in a vote. All ranks compute the same factors.
 
-    usual: by the first bucket of a vote, the median norm averaged over about 100 steps, and of how many. It holds where
-    most ranks have next to nothing in a step, and where a step has no vote.
+    Attributes:
+        usual: For each vote, by the index of its first bucket: the median norm averaged over about 100 steps, and the
+            number of steps in it. It is the reference if most gradients of a step are nearly zero, and if a step has no
+            vote.
     """
 
     def __init__(self) -> None:
         self.usual: dict[int, tuple[float, int]] = {}
 
     def factors(self, first: int, squares_W: Tensor) -> Tensor:
-        """min(1, MOST·reference/‖g_i‖), float64 [W], where the squares lie. Waits for nothing.
+        """Return min(1, MOST·reference/‖g_i‖), float64 [W], on the device of the squares. Does not synchronise with it.
 
-        The reference is the ranks' median norm, or the usual one if that is larger. first: of the vote's buckets.
-        squares: ‖g_i‖², float64 [W].
+        The reference is the ranks' median norm, or the usual one if that is larger.
+
+        Args:
+            first: Index of the vote's first bucket.
+            squares_W: ‖g_i‖² of each rank, float64 [W].
         """
         norms, (usual, _) = squares_W.sqrt(), self.usual.get(first, (0.0, 0))
         reference = _median(norms).clamp(min=usual)
@@ -41,17 +46,24 @@ class Bounds:
         return torch.where(is_known, MOST * reference / norms, 1.0).clamp_(max=1.0)
 
     def factors_on_host(self, first: int, squares: Sequence[float], *, alone: bool = False) -> list[float]:
-        """As `factors`, to the bit, of numbers that the host has. alone: of one rank, which has not heard of others."""
+        """As `factors`, to the bit, from numbers on the host.
+
+        Args:
+            first: Index of the vote's first bucket.
+            squares: ‖g_i‖² of each rank.
+            alone: Whether squares is of this rank only, in a step without a vote: the reference is then the usual norm.
+                Default False.
+        """
         norms, (usual, _) = [math.sqrt(square) for square in squares], self.usual.get(first, (0.0, 0))
         reference = usual if alone else max(median_of(norms), usual)
         return [min(1.0, MOST * reference / norm) if norm > 0.0 and reference > 0.0 else 1.0 for norm in norms]
 
     def learn(self, first: int, squares: Sequence[float]) -> None:
-        """Take in the norms of a step that counts. All ranks, the same."""
+        """Update the usual norm after a step that counts. All ranks, with the same squares."""
         median, (usual, steps) = median_of([math.sqrt(x) for x in squares]), self.usual.get(first, (0.0, 0))
         if median > 0.0:
             steps = min(steps + 1, _MEMORY)
-            known = min(median, 2.0 * usual) if usual else median  # a storm on all ranks is soon forgotten
+            known = min(median, 2.0 * usual) if usual else median  # a burst on all ranks hardly raises the usual norm
             self.usual[first] = usual + (known - usual) / steps, steps
 
     def record(self) -> dict[int, tuple[float, int]]:
@@ -62,13 +74,13 @@ class Bounds:
 
 
 def median_of(norms: Sequence[float]) -> float:
-    """The lower one, of those above 0; 0 if none is."""
+    """Return the lower median of the norms above 0; 0 if there are none."""
     above = sorted(norm for norm in norms if norm > 0.0)
     return above[(len(above) - 1) // 2] if above else 0.0
 
 
 def _median(norms_W: Tensor) -> Tensor:
-    """The lower one, of the ranks that have a gradient; 0 where none has. Of no dimensions."""
+    """As `median_of`, on the device; 0-dimensional."""
     has_any = norms_W > 0.0
     ascending = torch.where(has_any, norms_W, torch.inf).sort().values
     middle = (has_any.sum() - 1).clamp_(min=0) // 2

@@ -1,4 +1,4 @@
-"""Frames that go up during backward, at stages 0 and 1: whether they may, and whether they still say what they said."""
+"""Frames that go up during backward, at stages 0 and 1: whether they may, and whether they are still up to date."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .rule import ShardedRule
 
 
 class EarlyFrames(Overlap):
-    """`Overlap`, for frames that depend on more than the gradients: on the weights that the rule gives them."""
+    """`Overlap`, for frames that also depend on the weights that the rule gives the gradients."""
 
     def __init__(self, rank: int, is_on: bool, rule: ShardedRule, buckets: Buckets[ShardedBucket]):
         super().__init__(rank, is_on)
         self._rule, self._buckets = rule, buckets
-        self._weights: dict[int, tuple[float, float]] = {}  # of what each bucket has sent in the step under way
-        self._steps = 0  # in which frames went up early
+        self._weights: dict[int, tuple[float, float]] = {}  # by bucket, of the frames sent in this step
+        self._steps = 0  # number of steps whose frames went up early
         self._warms_up = False
 
     def look_ahead(self) -> None:
@@ -31,7 +31,7 @@ class EarlyFrames(Overlap):
         return self.is_on and not self._warms_up
 
     def note(self, bucket: ShardedBucket, *, in_backward: bool) -> None:
-        """The bucket's frames are being made. Some steps look for edits that torch does not count."""
+        """Note that the bucket's frames are being made; in some steps also the bits, as torch misses some edits."""
         self.mark_sent(bucket, with_bits=in_backward and is_inspected(self._steps))
         self._weights[bucket.index] = self._weights_of(bucket)
 
@@ -40,12 +40,12 @@ class EarlyFrames(Overlap):
         return numbers.betas[0], numbers.share
 
     def has_changed(self, scale: float) -> bool:
-        """Whether what has been sent is no longer what would be sent."""
+        """Whether the frames already sent differ from those that would be sent now."""
         are_others = [self._weights_of(self._buckets[index]) != sent for index, sent in self._weights.items()]
         return super().has_changed(scale) or any(are_others)
 
     def count_resent(self, ranks: Sequence[int]) -> None:
-        """As `Overlap.count_resent`; and the step was one whose frames went up early."""
+        """As `Overlap.count_resent`; also counts the step as one whose frames went up early."""
         self._steps += 1
         super().count_resent(ranks)
 

@@ -1,4 +1,4 @@
-"""Whether sharded one-bit Adam is right for the data: what votes say of the step before, and the figures of it."""
+"""Whether sharded one-bit Adam suits the data: sums that votes carry, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ _WARN_ABOVE = 0.25
 
 @dataclass(frozen=True)
 class GradStats:
-    """Sums over this rank's own chunks in its last step. grad: ‖g‖² after clipping. sent: ‖q‖². kept: <g, q>/(1-β1^k).
+    """Sums over this rank's own chunks in its last step.
 
-    agreed: <g, m̂>. q averages to what persists in this rank's gradients, m̂ to what persists in all ranks'.
+    q averages to the persistent part of this rank's gradients, m̂ to the part that persists in all ranks' gradients.
+
+    Attributes:
+        grad: ‖g‖² after clipping.
+        sent: ‖q‖².
+        kept: <g, q>/(1-β1^k).
+        agreed: <g, m̂>.
     """
 
     grad: float = 0.0
@@ -42,12 +48,16 @@ class GradStats:
 
 @dataclass
 class Health:
-    """Whether the ranks' gradients are samples of the same thing; otherwise sharded one-bit Adam is the wrong choice.
+    """Measures whether the ranks' gradients are samples of one distribution; if not, use `OnebitAdam` instead.
 
-    ratio: rms(q)/rms(g): about .22 where gradients are noise around a small mean (β1 = .9), near 1 or above where
-    something persists in them: an offset, or a mean that all ranks have in common. agreement: the part of ‖g‖² that is
-    in common. offset: the part that persists on a rank and is not in common, averaged over about 100 steps; below .1 on
-    shuffled data, and the larger, the more accuracy is lost.
+    Attributes:
+        ratio: rms(q)/rms(g). About .22 if gradients are noise around a small mean (β1 = .9); near 1 or above if they
+            have a persistent part: an offset, or a mean that all ranks have in common.
+        agreement: The part of ‖g‖² that ranks have in common.
+        offset: The part that persists on a rank and is not in common, averaged over about 100 steps. Below .1 on
+            shuffled data; the larger it is, the more accuracy is lost.
+        steps: Steps in these figures.
+        is_warned: Whether the warning was given.
     """
 
     ratio: float = 0.0
@@ -57,11 +67,11 @@ class Health:
     is_warned: bool = False
 
     def load(self, record: State) -> None:
-        """Take over what `vars` gave of another."""
+        """Take over a record, made by `vars` of another instance."""
         vars(self).update(vars(Health(**record)))
 
     def observe(self, tallies: Sequence[GradStats], rank: int) -> None:
-        """Take in what the ranks say of their last step; warn on rank 0, once. Same tallies on all ranks."""
+        """Update the figures from the sums of all ranks, and warn on rank 0, once. All ranks, with the same tallies."""
         grad, sent, kept, agreed = (sum(column) for column in zip(*map(astuple, tallies), strict=True))
         if not (math.isfinite(grad) and grad > 0.0):
             return

@@ -1,6 +1,6 @@
-"""ShardedOnebitLamb: LAMB across the slow network, its layers' norms put together from the chunks of their owners.
+"""ShardedOnebitLamb: LAMB across the slow network. The norms of layers are summed over the chunks' owners.
 
-Sharded one-bit Adam (`adam.py`) with another step 3; the trust ratio is `onebit/lamb.py`'s.
+It is sharded one-bit Adam (`adam.py`) with another step 3; the trust ratio is that of `onebit/lamb.py`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class ShardedLambRule(ShardedAdamRule):
     """Step 3 of `ShardedOnebitLamb`."""
 
     kind = "sharded lamb"
-    works: ClassVar[int] = 3  # owners tell each other norms
+    works: ClassVar[int] = 3  # up, norms between owners, down
 
     def __init__(self, *, max_coeff: float, min_coeff: float, coeff_beta: float):
         check_trust_options(min_coeff, max_coeff)
         if not 0.0 <= coeff_beta < 1.0:
             raise ValueError(f"coeff_beta must lie in [0, 1), got {coeff_beta}")
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
-        self._agreed: dict[int, Tensor] = {}  # bucket -> the average that a_l is made of, uncorrected, float64 [K]
+        self._agreed: dict[int, Tensor] = {}  # by bucket: moving average behind a_l, uncorrected, [K]
 
     def options(self) -> Mapping[str, object]:
         return {"max_coeff": self.max_coeff, "min_coeff": self.min_coeff, "coeff_beta": self.coeff_beta}
@@ -55,7 +55,7 @@ class ShardedLambRule(ShardedAdamRule):
         return u, 0.0  # the decay is in u
 
     def _own_sums(self, bucket: ShardedBucket, direction: Tensor, D: Tensor, g: Tensor) -> Tensor:
-        """‖master‖², <m̂/D, master>, Σ v̂/D² and Σ g·m̂/D² of this rank's part of each layer, float64 [K, 4]."""
+        """Return ‖master‖², <m̂/D, master>, Σ v̂/D² and Σ g·m̂/D² of this rank's part of each layer, float64 [K, 4]."""
         owned, beta2 = bucket.owned, bucket.group["betas"][1]
         v_hat = bucket.variance.clamp(min=0.0)
         v_hat.view(-1, bucket.layout.block).mul_(bucket.correction(beta2))
@@ -67,7 +67,7 @@ class ShardedLambRule(ShardedAdamRule):
         return sums_K4
 
     def _trust_ratios(self, bucket: ShardedBucket, total_K4: Tensor, seen: Sequence[bool]) -> Tensor:
-        """r_l of the bucket's layers, float32 [K], the same on every rank. Advances the averages of those seen."""
+        """Return r_l of the bucket's layers, float32 [K], equal on all ranks. Advances the averages of layers seen."""
         group, beta = bucket.group, self.coeff_beta
         decay, beta1 = group["weight_decay"], group["betas"][0]
         steps = numbers_on(bucket.device, [max(float(step), 1.0) for step in bucket.steps], torch.float64)
@@ -93,32 +93,49 @@ class ShardedLambRule(ShardedAdamRule):
 class ShardedOnebitLamb(ShardedOnebitOptimizer):
     """LAMB with its state sharded over all ranks, and about 5.1 bits (or 2.1) per parameter and step on the wire.
 
-    Used as `ShardedOnebitAdam` is, whose steps 1, 2 and 4 and whose m̂ and D it shares. Each parameter l is a layer,
-    and its owners (one, or several with a part each) move it by
+    It is used like `ShardedOnebitAdam`, and has the same steps 1, 2 and 4, m̂ and D. Each parameter l is a layer, and
+    its owners (one, or several with a part each) move it by
 
     3. u = m̂/D + wd·master;  r_l = ‖master_l‖/‖ũ_l‖ within [min_coeff, max_coeff], 1 where either norm is zero
        master = master - lr·r_l·u
 
-    ‖ũ_l‖ is what ‖u_l‖ would be had the momentum not been compressed. A block has one scale, so in m̂/D elements of
-    small variance are too large, and r_l would be too small. Of an exact m̂_k, what the gradients have in common is
-    left whole, and of their noise the share λ_k = (1-β1)(1+β1^k)/((1+β1)(1-β1^k)). So
+    ‖ũ_l‖ estimates ‖u_l‖ without compression of the momentum. A block has one scale, so in m̂/D elements of small
+    variance are too large, and r_l would be too small. An exact m̂_k contains the common part of the gradients in full,
+    and of their noise the share λ_k = (1-β1)(1+β1^k)/((1+β1)(1-β1^k)). So
 
        ‖ũ_l‖² = λ_k·Σ v̂/D² + (1-λ_k)·a_l + 2·wd·<m̂/D, master_l> + wd²·‖master_l‖²
        a_l    = the moving average (coeff_beta) of Σ g·m̂/D², g the owner's gradient, within [0, Σ v̂/D²]
 
-    The sums run over whole layers: owners tell each other those of their parts and add them in rank order, so that all
-    parts of a layer move by the same bits of r_l. No ratio is learnt in a warm-up and then kept, and none need be: the
-    variance lives, and the ratio with it.
+    The sums run over whole layers: owners exchange the sums of their parts and add them in rank order, so that all
+    parts of a layer move by the same bits of r_l. Unlike in one-bit LAMB, no ratio is learnt in a warm-up and then
+    kept: the variance is updated in every step, and the ratio with it.
 
-    Measured (4 ranks, one seed): digits, 300 steps, LAMB's rate, .218 (LAMB .214; with ‖u_l‖ itself .277); the
-    byte LM, 600 steps, rates of .014, .028 and .056: 1.997, 1.745 and 1.691 (LAMB 1.812, 1.776, 2.122). Give it two to
-    four times LAMB's rate.
+    Measured (4 ranks, one seed), loss:
 
-    lr, betas, eps, weight_decay: as in `onebit.Lamb`; read anew from param_groups in every step. max_coeff,
-    min_coeff: bounds of r_l. coeff_beta: of a_l's moving average. The others: see `ShardedOptions`; stage 1 or 2.
+    | task | lr | this | LAMB |
+    | --- | --- | --- | --- |
+    | digits, 300 steps | LAMB's | .218 (.277 with ‖u_l‖ itself) | .214 |
+    | byte LM, 600 steps | .014 | 1.997 | 1.812 |
+    | byte LM, 600 steps | .028 | 1.745 | 1.776 |
+    | byte LM, 600 steps | .056 | 1.691 | 2.122 |
 
-    State as `ShardedOnebitAdam`; traffic as well, and 32 bytes per layer and step to each peer.
-    Raises ValueError/TypeError at construction as `ShardedOnebitAdam`.
+    Use two to four times LAMB's rate. State and traffic are those of `ShardedOnebitAdam`, plus 32 bytes per layer and
+    step to each peer.
+
+    Args:
+        params: Parameters or groups, the same on all ranks; each parameter is a layer.
+        lr: Learning rate, read from param_groups in every step, as are the next three. Default 1e-3.
+        betas: Decay of momentum and variance. Default (.9, .999).
+        eps: Added to D. Default 1e-8.
+        weight_decay: Weight decay inside the update, as in `onebit.Lamb`. Default 0.
+        max_coeff: Upper bound of r_l. Default 10.
+        min_coeff: Lower bound of r_l. Default .01.
+        coeff_beta: Decay of the moving average in a_l, in [0, 1). Default .9.
+        **common: See `ShardedOptions`; stage is 1 or 2.
+
+    Raises:
+        ValueError: An option is out of its range, or parameters differ between ranks; the error names them.
+        TypeError: An option has the wrong type, or a parameter an unsupported dtype.
     """
 
     def __init__(

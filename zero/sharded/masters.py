@@ -1,4 +1,4 @@
-"""Master weights beside the parameters that all ranks hold: taken from them once, and pulling them back ever after."""
+"""Master weights of the replicated parameters: copied from them once; after that, parameters follow the masters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ log = logging.getLogger(__name__)
 
 
 class TakenMasters:
-    """Whether masters have been taken, and whether someone has changed the parameters since. Stage 0 has none."""
+    """Copies masters from the parameters, and notices later edits of the parameters. Stage 0 has no such masters.
+
+    Args:
+        rank: This rank.
+        buckets: All buckets of the optimizer.
+        are_kept: Whether ranks own masters: at stages 1 and 2.
+
+    Attributes:
+        are_taken: Whether masters have been taken.
+    """
 
     def __init__(self, rank: int, buckets: Buckets[ShardedBucket], *, are_kept: bool):
         self._rank, self._buckets, self._are_kept = rank, buckets, are_kept
@@ -31,24 +40,24 @@ class TakenMasters:
         self.restored()
 
     def take_of(self, bucket: ShardedBucket) -> None:
-        """The same of one bucket."""
+        """Masters of one bucket ← its parameters as they are now."""
         if self._are_kept:
             bucket.owned.copy_(bucket.gather_replica())
 
     def restored(self) -> None:
-        """They are what a state says, or the parameters."""
+        """Note that masters have been set, from a state or from the parameters."""
         self.are_taken = True
         self.forget()
 
     def forget(self) -> None:
-        """Parameters have been added, or loaded: they say nothing of edits."""
+        """Note that parameters have been added or loaded: a change until the next step is not an edit."""
         self._versions = None
 
     def check(self) -> None:
-        """Take them before the first step; later on say so, once, where someone has changed the parameters."""
+        """Take masters before the first step; later warn, once, if parameters were changed outside of step()."""
         if not self.are_taken:
             self.take()
-        for bucket in self._buckets:  # at stage 0
+        for bucket in self._buckets:  # not empty at stage 0: whole masters of low-precision parameters
             if bucket.masters:
                 bucket.masters.check(self._rank, bucket.names)
                 bucket.masters.settle()
@@ -69,7 +78,7 @@ class TakenMasters:
         )
 
     def remember(self, step: int) -> None:
-        """The parameters are as the masters have them. In some steps, counted from 0, note their bits too."""
+        """Note that the parameters match the masters; in some steps (numbered from 0) note their bits too."""
         params, self._bits = self._buckets.params, None
         self._versions = [p._version for p in params]
         if self._are_kept and not self._is_warned and is_inspected(step):

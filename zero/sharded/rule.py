@@ -1,4 +1,4 @@
-"""ShardedRule: what the rules of this room have in common. Start at `adam.py`, from which the others differ."""
+"""ShardedRule: the base of the rules in this folder. Start at `adam.py`; the others are variants of it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 
 
 class ShardedRule(BucketRule[ShardedBucket]):
-    """An algorithm whose state is sharded. Its step yields a `Ready`, and exchanges after the decision.
+    """An algorithm with sharded state. Its step yields a `Ready`, and exchanges after the decision.
 
-    works: how many operations its exchange takes, one after the other.
+    Attributes:
+        works: Number of operations of its exchange, one after the other.
+        placement: The exchange, see `Sharded`.
+        buckets: All buckets of the optimizer.
     """
 
     works: ClassVar[int] = 2  # up and down
@@ -33,7 +36,7 @@ class ShardedRule(BucketRule[ShardedBucket]):
         yield from self.take(bucket, decision, scale, None)
 
     def step_early(self, bucket: ShardedBucket, scale: float) -> BucketStep:
-        """As `step`, to the bit, but that frames go up before the decision: it yields an `Arrived` after them."""
+        """As `step`, to the bit, but frames go up before the decision: it yields an `Arrived` after them."""
         frames_WB = yield from self.placement.send_early(bucket, self.numbers(bucket), scale)
         decision: Decision = yield Arrived()
         yield from self.take(bucket, decision, scale, frames_WB)
@@ -42,10 +45,17 @@ class ShardedRule(BucketRule[ShardedBucket]):
     def take(
         self, bucket: ShardedBucket, decision: Decision, scale: float, early_WB: Tensor | None
     ) -> Generator[Work | Meeting, Answer, None]:
-        """The step after the decision. early: the frames of `step_early`."""
+        """Take the step, after the decision.
+
+        Args:
+            bucket: The bucket.
+            decision: The result of the vote.
+            scale: Factor of the gradients, before clipping.
+            early_WB: The frames that `step_early` has sent; None in `step`.
+        """
 
     def bind(self, placement: Sharded, buckets: Buckets[ShardedBucket]) -> None:
-        """Take over the optimizer's parts."""
+        """Take the optimizer's placement and buckets. The optimizer calls it once, before the first bucket is made."""
         self.placement, self.buckets = placement, buckets
 
     def options(self) -> Mapping[str, object]:
@@ -55,16 +65,16 @@ class ShardedRule(BucketRule[ShardedBucket]):
         return "step()"
 
     def begin_group(self) -> None:
-        """A group was added."""
+        """Note that a group was added."""
         return
 
     def numbers(self, bucket: ShardedBucket) -> StepNumbers:
-        """The bucket's, for the step under way."""
+        """Return the numbers of the bucket's group for the step under way."""
         return StepNumbers.of(bucket.group)
 
     def after_step(self) -> str:
         return "warmup" if any(bucket.is_warm for bucket in self.buckets) else "compressed"
 
     def steps_taken(self) -> int:
-        """The most steps that any parameter has taken."""
+        """Return the largest number of steps that any parameter has taken."""
         return max((int(step) for bucket in self.buckets for step in bucket.steps), default=0)

@@ -1,7 +1,7 @@
-"""ShardedZeroOneAdam: sharded one-bit Adam (`adam.py`) in whose skipped rounds not a word is said.
+"""ShardedZeroOneAdam: sharded one-bit Adam (`adam.py`) with skipped steps, in which nothing is sent.
 
-The policy is 0/1 Adam's (Lu et al., ICLR 2023, arXiv 2202.06009, section 4.2; `onebit/arithmetic/schedule.py`). What is
-done in a skipped round is not: see the class.
+The policy is that of 0/1 Adam (Lu et al., ICLR 2023, arXiv 2202.06009, section 4.2; `onebit/arithmetic/schedule.py`).
+The arithmetic of a skipped step is our own: see the class.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
 
 class ShardedZeroOneRule(ShardedAdamRule):
-    """Steps of which some are skipped; see `ShardedZeroOneAdam`."""
+    """The steps of `ShardedZeroOneAdam`, some of which are skipped.
+
+    Args:
+        synchronisations: Which steps synchronise.
+    """
 
     kind = "sharded 0/1"
 
@@ -61,9 +65,9 @@ class ShardedZeroOneRule(ShardedAdamRule):
             self._waiting.difference_update(bucket.params)
 
     def keep(self, bucket: ShardedBucket, scale: float) -> None:
-        """A skipped step: the gradient's share into the momentum, of its square into the own chunk's variance.
+        """Take a skipped step: add the gradient's share to the momentum, and its square's to this rank's variance.
 
-        The variance takes it divided by β2, with which a synchronisation multiplies.
+        The square is divided by β2, because the next synchronisation multiplies the variance by β2.
         """
         self._waiting.update(p for p in bucket.params if gradient_of(p) is not None)
         numbers, grads = self.numbers(bucket), bucket.gradients()
@@ -142,11 +146,11 @@ class ShardedZeroOneRule(ShardedAdamRule):
 
 @shows_all_options(ShardedOptions)
 class ShardedZeroOneAdam(ShardedOnebitOptimizer):
-    """`ShardedOnebitAdam` of which whole steps go by without a word, more of them as the learning rate falls.
+    """`ShardedOnebitAdam` with steps that send nothing at all, more of them as the learning rate falls.
 
-    `Synchronisations` says how many steps H there are to the next synchronisation. In the H - 1 *skipped* ones nothing
-    is sent, not even a vote, and nothing moves: parameters stay the same bits on every rank. What is learnt in them
-    waits where it would have gone in any case, so that skipping costs no memory. Step h of H, with lr_h:
+    `Synchronisations` determines the number of steps H until the next synchronisation. In the H - 1 *skipped* ones
+    nothing is sent, not even a vote, and no parameter moves: they stay the same bits on every rank. Gradients of
+    skipped steps are added to momentum and variance, so that skipping costs no memory. Step h of H, with lr_h:
 
     - skipped, rank i:      c_i += (1-β1)/H·g_i;  its own chunk:  v += (1-β2)/(β2·W·H)·g²
     - the last one: steps 1 to 4 of `ShardedOnebitAdam`, with
@@ -155,24 +159,43 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
                             master = (1 - Σ_h lr_h·wd)·master - Σ_h lr_h·m̂/D
 
     So m̂ averages the gradients of all H steps, v their squares, k counts synchronisations, and the masters move as far
-    as in H steps: where 0/1 Adam's learning rate falls and the interval grows, here the batch grows and the move stays.
-    The paper's local steps would need D on every rank, an anchor and float32 parameters, another 10 bytes per parameter
-    that cannot be sharded; bfloat16 replicas would lose most of them to rounding.
+    as in H steps. When the learning rate falls and the interval grows, the batch grows here and the move stays as
+    large. The paper's local steps would need D on every rank, an anchor and float32 parameters, another 10 bytes per
+    parameter that cannot be sharded; bfloat16 replicas would lose most of the local moves to rounding.
 
-    With H = 1 throughout, the default, it is `ShardedOnebitAdam` to the bit. A gradient that is not finite in a skipped
-    step is left out by its rank alone, which warns; in the last, all ranks skip, and the next step takes its place. (At
-    stage 2: the buckets in question; what waits in them goes up with the next synchronisation.) max_grad_norm clips
-    skipped steps by each rank's own estimate of the global norm. Nothing is skipped in the warm-up.
+    With H = 1 throughout, the default, it is `ShardedOnebitAdam` to the bit. If a gradient of a skipped step is not
+    finite, only its rank leaves it out, and warns; in a synchronisation all ranks skip, and the next step synchronises
+    instead. (At stage 2 this holds for the buckets in question; the gradients of their skipped steps go up with the
+    next synchronisation.) max_grad_norm clips skipped steps by each rank's own estimate of the global norm. No step is
+    skipped in the warm-up.
 
-    Measured (byte LM, 4 ranks, 600 steps, seed 0; AdamW 1.783, H = 1 1.711): "auto" up to H = 8 1.735. A number as
-    local_step_scaler that skips at the full rate is far behind: 2.092, where AdamW had 1.789, with H = 4 from 3/8 of
-    the run on (without warm-up).
+    Measured (byte LM, 4 ranks, 600 steps, seed 0), loss:
 
-    lr, betas (betas[1] above 0 where steps are skipped), eps, weight_decay: as in torch.optim.AdamW; read
-    anew from param_groups in every step. local_step_scaler, local_step_clipper: see `Synchronisations`; a numeric
-    scaler counts from local_step_start. The others: see `ShardedOptions`; stage 1 or 2.
+    | steps | this | AdamW |
+    | --- | --- | --- |
+    | H = 1 | 1.711 | 1.783 |
+    | "auto", up to H = 8 | 1.735 | 1.783 |
+    | H = 4 at the full rate, from 3/8 of the run on, without warm-up | 2.092 | 1.789 |
 
-    State as `ShardedOnebitAdam`, traffic 1/H of it. Raises ValueError/TypeError at construction as that.
+    So do not skip at the full rate, as a number for local_step_scaler may. State is that of `ShardedOnebitAdam`,
+    traffic 1/H of its traffic.
+
+    Args:
+        params: Parameters or groups, the same on all ranks.
+        lr: Learning rate, read from param_groups in every step, as are the next three. Default 1e-3.
+        betas: Decay of momentum and variance; betas[1] is above 0 if steps are skipped. Default (.9, .999).
+        eps: Added to D. Default 1e-8.
+        weight_decay: Decoupled weight decay, as in torch.optim.AdamW. Default 1e-2.
+        local_step_scaler: Steps until the interval between synchronisations doubles, counted from local_step_start; or
+            "auto" (default), which follows the learning rate. See `Synchronisations`.
+        local_step_clipper: Longest interval between synchronisations, in steps, or "auto"; see `Synchronisations`.
+            Default 1: every step synchronises.
+        local_step_start: Steps before a numeric local_step_scaler begins to count. Default 0.
+        **common: See `ShardedOptions`; stage is 1 or 2.
+
+    Raises:
+        ValueError: An option is out of its range, or parameters differ between ranks; the error names them.
+        TypeError: An option has the wrong type, or a parameter an unsupported dtype.
     """
 
     rule: ShardedZeroOneRule
