@@ -1,8 +1,8 @@
 """A sharded bucket: some parameters of one group, the chunk of them that this rank owns, and their state.
 
-The flat layout is the family's (`onebit/layout/flat.py`): W equal chunks, one per rank. The momentum of the whole
-bucket is every rank's own; variance and master weights exist once, each chunk's at its owner. Here are where things lie
-and how they move between parameters and chunks; the arithmetic is in `arithmetic.py`.
+The flat layout is that of the family (`onebit/layout/flat.py`): W equal chunks, one per rank. Every rank has its own
+momentum, of the whole bucket; variance and master weights exist once, each chunk's on its owner. This file has the
+layout and the copies between parameters and chunks; the arithmetic is in `arithmetic.py`.
 
 Shape legend: W ranks, N elements of a chunk, J blocks of a chunk, K parameters of the bucket.
 """
@@ -27,7 +27,14 @@ from ...usage.frozen import dense_gradients
 
 
 class ParamSlice(NamedTuple):
-    """Elements start to stop of parameter k, flat, lie in the chunk from element `at` on."""
+    """A part of a flattened parameter that is in a chunk.
+
+    Attributes:
+        k: Index of the parameter in its bucket.
+        start: Its first element in the chunk.
+        stop: The element after its last one in the chunk.
+        at: Where in the chunk that first element is.
+    """
 
     k: int
     start: int
@@ -36,7 +43,7 @@ class ParamSlice(NamedTuple):
 
 
 def pieces_of(layout: Layout, rank: int) -> list[ParamSlice]:
-    """The parts of the parameters that lie in this rank's chunk."""
+    """Return the parts of the parameters that are in this rank's chunk."""
     first, end = rank * layout.chunk, (rank + 1) * layout.chunk
     pieces = []
     for k, (offset, shape) in enumerate(zip(layout.offsets, layout.shapes, strict=True)):
@@ -48,18 +55,30 @@ def pieces_of(layout: Layout, rank: int) -> list[ParamSlice]:
 
 @dataclass
 class ShardedBucket:
-    """Parameters, layout, and the state of them that this rank keeps.
+    """Parameters, their layout, and the state of them that this rank keeps.
 
-    first: how many parameters the buckets before it hold. counts: int32 [W, J], real elements of each block.
-    momentum: [W·N], float32 or bfloat16: what is left of c when its frame is sent, c - (1-β1)·q. variance: float32 [N].
-    owned: float32 [N], the master weights; at stage 0 the error of the updates that were sent, and masters are whole on
-    every rank, of parameters of less than float32. steps: per parameter,
-    the steps in which some rank had a gradient for it, 0-dimensional. is_warm: whether the last step was one of the
-    warm-up, and until the first, whether there is one. received: all ranks' last frames of the own chunk, kept only
-    for clipping. mean: float32 [N], their mean: in the warm-up, and where they were loaded from a checkpoint.
-    grad_stats: of the last step, float32 numbers of no dimensions; see `health.GradStats`. ready: at stage 2, the
-    parameters whose gradients have come in this backward pass. gate: bool, of no dimensions, of the step under way
-    where its votes are read late: False on all ranks where it is skipped.
+    Attributes:
+        index: Number of the bucket, from 0.
+        first: Number of parameters in the buckets before it.
+        group_index: Index of its parameter group.
+        group: Its parameter group, as in optimizer.param_groups.
+        rank: This rank.
+        device: Device of the parameters and of the state.
+        params: The parameters.
+        names: Their names, for messages.
+        layout: Where each is in the flat bucket.
+        counts: Real elements of each block, int32 [W, J].
+        momentum: c - (1-β1)·q, the part of c that stays when its frame q is sent; float32 or bfloat16 [W·N].
+        variance: float32 [N].
+        owned: Master weights, float32 [N]; at stage 0 the residual of the updates that were sent.
+        steps: For each parameter the number of steps in which any rank had a gradient for it, 0-dimensional.
+        is_warm: Still in warm-up; before the first step, whether warm-up is enabled. Default False.
+        received: All ranks' last frames of this rank's chunk, uint8; only kept for clipping. Default None.
+        mean: Their mean, float32 [N]; in the warm-up, and after frames were loaded from a checkpoint. Default None.
+        grad_stats: Sums of the last step for `health.GradStats`, 0-dimensional float32. Default None.
+        ready: Stage 2: parameters that have a gradient from this backward pass. Default: none.
+        gate: 0-dimensional bool, in a step whose votes are read late: False on all ranks if they skip it. Default None.
+        masters: Stage 0: whole masters of parameters in less than float32, on every rank. Default: none.
     """
 
     index: int
@@ -99,7 +118,20 @@ class ShardedBucket:
         *,
         is_whole: bool = False,
     ) -> ShardedBucket:
-        """Zeroed state for these parameters, all on one device."""
+        """Make a bucket with zeroed state.
+
+        Args:
+            index: Number of the bucket, from 0.
+            first: Number of parameters in the buckets before it.
+            group_index: Index of its parameter group.
+            group: The parameter group.
+            members: Parameters and their names; all on one device.
+            layout: Where each is in the flat bucket.
+            rank: This rank.
+            momentum_dtype: torch.float32 or torch.bfloat16.
+            is_warm: Whether it begins with a warm-up. Default False.
+            is_whole: Whether masters are whole on every rank, as at stage 0. Default False.
+        """
         device = members[0][0].device
         return cls(
             index=index,
@@ -121,7 +153,7 @@ class ShardedBucket:
         )
 
     def states(self) -> list[dict[str, Tensor]]:
-        """The state of each parameter by name, as optimizer.state shows it."""
+        """Return the state of each parameter by name, as in optimizer.state; tensors are views."""
         pairs = zip(self.steps, self.layout.views(self.momentum), strict=True)
         shown = [{"step": step, "momentum": momentum} for step, momentum in pairs]
         for state, master in zip(shown, self.masters.views, strict=bool(self.masters.views)):
@@ -131,12 +163,12 @@ class ShardedBucket:
 
     @cached_property
     def pieces(self) -> list[ParamSlice]:
-        """What of the parameters this rank owns."""
+        """The parts of the parameters that this rank owns."""
         return pieces_of(self.layout, self.rank)
 
     @cached_property
     def parameter_of_block(self) -> Tensor:
-        """Which parameter each block belongs to, int64 [W, J]; 0 in the padding at the end."""
+        """Index of each block's parameter, int64 [W, J]; 0 in the padding at the end."""
         of_block = torch.zeros(self.layout.numel // self.layout.block, dtype=torch.int64, device="cpu")
         for k, blocks in enumerate(self.layout.by_parameter(of_block)):
             blocks.fill_(k)
@@ -144,43 +176,44 @@ class ShardedBucket:
 
     @cached_property
     def padding_of_ragged(self) -> tuple[Tensor, Tensor]:
-        """The own blocks that are partly padding, int64 [R], and where theirs is, bool [R, block]."""
+        """This rank's R blocks that are partly padding: their indices, int64 [R], and a mask of it, bool [R, block]."""
         counts_J = self.counts[self.rank]
         ragged = torch.nonzero((counts_J > 0) & (counts_J < self.layout.block)).view(-1)
         return ragged, torch.arange(self.layout.block, device=self.device) >= counts_J[ragged].unsqueeze(1)
 
     def blocks_of(self, seen: Sequence[bool]) -> Tensor | None:
-        """What is said of each parameter, of each of its blocks: bool [W, J]; None where it is true of all.
+        """Expand a flag per parameter to its blocks, bool [W, J]; None if all are True and there is no gate.
 
-        Where there is a gate, and it is not open, False of all.
+        Under a closed gate all are False.
         """
         if not all(seen):
             return self.behind_gate(seen)[self.parameter_of_block]
         return None if self.gate is None else self.gate.expand(self.counts.shape)
 
     def behind_gate(self, seen: Sequence[bool]) -> Tensor:
-        """The same of each parameter, bool [K]."""
+        """Copy the flags of the parameters to the device, bool [K]. Under a closed gate all are False."""
         seen_K = numbers_on(self.device, seen, torch.bool)
         return seen_K if self.gate is None else seen_K & self.gate
 
     @cached_property
     def own_divisors(self) -> Tensor:
-        """Real elements of each own block, int32 [J], and 1 where there is none."""
+        """Real elements of each of this rank's blocks, int32 [J]; 1 for a block without any."""
         return self.counts[self.rank].clamp(min=1)
 
     def gradients(self) -> list[Tensor | None]:
-        """The gradients where they lie; see `dense_gradients`."""
+        """Return the gradients without a copy; see `dense_gradients`."""
         return dense_gradients(self.rank, self.params, self.names, self.layout.shapes, self.device)
 
     def free_gradients(self) -> None:
-        """At stage 2: what they held is in the momentum, or left out."""
+        """Drop the gradients, at stage 2, after they have gone into the momentum or were left out."""
         for p in self.params:
             p.grad = None
 
     def gather_gradients(self, scale: float | Tensor) -> Tensor:
-        """scale · the gradients, float32 [W·N]; zeros where there is none, and in the padding.
+        """Return scale · the gradients, float32 [W·N]; zeros for missing gradients and in the padding.
 
-        scale: where it is a tensor, of no dimensions.
+        Args:
+            scale: A number or a 0-dimensional tensor.
         """
         x = torch.zeros(self.layout.numel, device=self.device, dtype=torch.float32)
         pairs = zip(self.layout.views(x), self.gradients(), strict=True)
@@ -191,13 +224,13 @@ class ShardedBucket:
         return _scaled_(x, scale)
 
     def scaled_gradients(self, scale: float | Tensor) -> tuple[list[Tensor | None], float]:
-        """The gradients, and what they are to be multiplied by. A scale on the device is multiplied into a copy."""
+        """Return the gradients and their factor. A tensor scale is multiplied into a copy; the factor is then 1."""
         if not isinstance(scale, Tensor):
             return self.gradients(), scale
         return [x.view(-1) for x in self.layout.views(self.gather_gradients(scale))], 1.0
 
     def own_gradients(self, scale: float | Tensor) -> Tensor:
-        """scale · the gradients of the own chunk, float32 [N]; zeros where there is none, and in the padding."""
+        """As `gather_gradients`, of this rank's chunk, float32 [N]."""
         chunk, grads = torch.zeros(self.layout.chunk, device=self.device, dtype=torch.float32), self.gradients()
         own = [(chunk[at : at + stop - start], grads[k], start, stop) for k, start, stop, at in self.pieces]
         present = [(view, grad.reshape(-1)[start:stop]) for view, grad, start, stop in own if grad is not None]
@@ -207,7 +240,7 @@ class ShardedBucket:
         return _scaled_(chunk, scale)
 
     def gather_replica(self) -> Tensor:
-        """The own chunk of the parameters as every rank holds them, float32 [N]; zeros in the padding."""
+        """Return this rank's chunk of the replicated parameters, float32 [N]; zeros in the padding."""
         chunk = torch.zeros(self.layout.chunk, device=self.device, dtype=torch.float32)
         if self.pieces:
             own = [chunk[at : at + stop - start] for _, start, stop, at in self.pieces]
@@ -215,10 +248,7 @@ class ShardedBucket:
         return chunk
 
     def mean_momentum(self, codec: SignCodec, beta1: float) -> Tensor | None:
-        """m̂ of the own chunk as the last step had it, float32 [N]; None before there is one.
-
-        Needs `received`, or `mean`.
-        """
+        """Return m̂ of this rank's chunk in the last step, float32 [N]; None without `received` and `mean`."""
         if self.received is None:
             mean = None if self.mean is None else self.mean.clone()
         else:
@@ -229,7 +259,13 @@ class ShardedBucket:
         return mean
 
     def products(self, grads: Sequence[Tensor | None], codec: SignCodec, beta1: float) -> list[Tensor]:
-        """<g, m̂> on the own chunk, with m̂ as the last step left it, float64: one number; none where it is 0."""
+        """Return <g, m̂> on this rank's chunk, with the last step's m̂: one float64 number; [] if it is 0 or unknown.
+
+        Args:
+            grads: The bucket's gradients; None for a parameter without one.
+            codec: Format of `received`.
+            beta1: Decay of the momentum.
+        """
         mean_hat = self.mean_momentum(codec, beta1)
         if mean_hat is None:
             return []
@@ -241,13 +277,13 @@ class ShardedBucket:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all gradients have come."""
+        """Whether all gradients of this backward pass are there."""
         return len(self.ready) == len(self.params)
 
     def corrections(self, *betas: float) -> tuple[float, ...] | Tensor:
-        """1/(1 - β^t) of each β for each own block, with the steps of its parameter, float32 [len(betas), J].
+        """Return 1/(1 - β^t) of each β and each of this rank's blocks, with t the steps of its parameter.
 
-        0 where there was none. A number of each β where it is the same for all blocks.
+        float32 [len(betas), J], 0 for t = 0; one number for each β if all parameters have the same t.
         """
         counts = [int(step) for step in self.steps]
         rows = [[1.0 / (1.0 - beta**t) if t else 0.0 for t in counts] for beta in betas]
@@ -257,7 +293,7 @@ class ShardedBucket:
         return table.view(len(betas), -1)[:, self.parameter_of_block[self.rank]]
 
     def correction(self, beta: float) -> Tensor | float:
-        """The same of one β, float32 [J, 1], or a number."""
+        """As `corrections`, of one β: float32 [J, 1], or a number."""
         (each,) = self.corrections(beta)
         return each.unsqueeze(1) if isinstance(each, Tensor) else each
 

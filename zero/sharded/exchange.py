@@ -1,8 +1,8 @@
-"""`Sharded`, the placement: one bucket's way up to the owners of its chunks, and down again.
+"""`Sharded`, the placement: sends a bucket up to the owners of its chunks, and down again.
 
-Both are generators that yield the launched Work, so that several buckets share the wire. What they write: `send_up`
-this rank's momentum before its Work; `send_down` what this rank owns before, the parameters after all buckets have met.
-What owners make of what has come up is a rule's (`adam.py`).
+`send_up` and `send_down` are generators that yield the launched Work, so that several buckets share the wire. `send_up`
+writes this rank's momentum before its Work; `send_down` writes the parameters after all buckets have met; `step_own`,
+between them, writes the owned chunk. A rule (`adam.py`) computes the update between the two.
 
 Shape legend: W ranks, N elements of a chunk, J blocks of a chunk, B bytes of its frame.
 """
@@ -28,10 +28,18 @@ from .bucket import ShardedBucket
 
 @dataclass(frozen=True)
 class ShardedConfig:
-    """What is the same for all buckets. keeps_frames: the clipping needs the last m̂.
+    """Options that are the same for all buckets.
 
-    codec: up. warmup_codec: what gradients travel up in, in a bucket's first warmup_steps steps; None: momentum does,
-    in eight bits. codec_down: down.
+    Attributes:
+        stage: 0, 1 or 2; see `ShardedOptions`.
+        codec: Format of the momentum that goes up.
+        warmup_codec: Format of the gradients that go up in a bucket's first warmup_steps steps. None: momentum goes up,
+            in eight bits.
+        warmup_steps: Number of steps of the warm-up; 0 for none.
+        codec_down: Format of the differences or updates that come down.
+        variance_floor: Least variance, as a share of its block's mean.
+        update_limit: Bound of |m̂|/D, in learning rates per step.
+        keeps_frames: Whether the last frames are kept, because clipping needs the last m̂.
     """
 
     stage: int
@@ -44,7 +52,16 @@ class ShardedConfig:
     keeps_frames: bool
 
     def check(self, name: str, stages: Sequence[int]) -> None:
-        """Raise TypeError or ValueError where it is not for optimizer `name`, which has these stages."""
+        """Raise an error unless the options are valid.
+
+        Args:
+            name: Class of the optimizer, for messages.
+            stages: The stages that it has.
+
+        Raises:
+            ValueError: A number is out of range, or the optimizer does not have the stage.
+            TypeError: An option is not a number.
+        """
         check_number(name, "variance_floor", self.variance_floor)
         check_is_number(name, "update_limit", self.update_limit)
         check_is_number(name, "warmup_steps", self.warmup_steps)
@@ -64,15 +81,28 @@ class ShardedConfig:
             )
 
     def warms_up(self, bucket: ShardedBucket, ahead: int = 0) -> bool:
-        """Whether the step that this bucket has begun, or the one this many ahead, is one of its warm-up.
+        """Whether the step that this bucket has begun is in its warm-up.
 
-        Once a bucket has sent one bit, its warm-up is over, whatever the count: it needs the last step's mean.
+        Once a bucket has sent one bit, its warm-up is over, whatever the count: a warm-up step needs the last mean.
+
+        Args:
+            bucket: The bucket.
+            ahead: Ask about the step this many later. Default 0.
         """
         return bucket.is_warm and max(int(count) for count in bucket.steps) + ahead <= self.warmup_steps
 
 
 def codec_down(what: str, name: str, block: int) -> Codec:
-    """What comes down, by the name that option `what` gives it."""
+    """Return the codec of what comes down.
+
+    Args:
+        what: Name of the option, for messages.
+        name: "int4" or "sign".
+        block: Elements per scale.
+
+    Raises:
+        ValueError: There is no such codec.
+    """
     if name not in ("int4", "sign"):
         raise ValueError(f'{what} must be "int4" or "sign", got {name!r}')
     return Int4Codec(block) if name == "int4" else SignCodec(block=block, scale="mean_abs")
@@ -80,7 +110,15 @@ def codec_down(what: str, name: str, block: int) -> Codec:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """The numbers of one group for one step. decay: lr·weight_decay. share: of this gradient in what is sent of it."""
+    """The numbers of one group for one step.
+
+    Attributes:
+        lr: Learning rate.
+        decay: lr·weight_decay.
+        betas: Decay of momentum and variance.
+        eps: Added to D.
+        share: Weight of this step's gradient in the next frame. Default 1; 1/H in `ShardedZeroOneAdam`.
+    """
 
     lr: float
     decay: float
@@ -90,19 +128,21 @@ class StepNumbers:
 
     @classmethod
     def of(cls, group: Group) -> StepNumbers:
-        """As they are in a param group now."""
+        """Read the current numbers of a parameter group."""
         lr = float(group["lr"])
         return cls(lr, lr * group["weight_decay"], group["betas"], eps_of(group))
 
 
 class NotFiniteError(RuntimeError):
-    """What an owner has made of its chunk is not finite. Raised by all ranks, before any parameter moves."""
+    """An owner's update of its chunk is not finite. Raised on all ranks, before any parameter moves."""
 
 
 class OwnBlocks(NamedTuple):
-    """The own blocks in a step. seen: bool [J], whether some rank has a gradient for them; None: for all of them.
+    """This rank's blocks in a step.
 
-    counts: int32 [J], their real elements; 0 where they are not seen.
+    Attributes:
+        seen_J: Whether any rank has a gradient for them, bool [J]; None: for all of them.
+        counts_J: Their real elements, int32 [J]; 0 for blocks that are not seen.
     """
 
     seen_J: Tensor | None
@@ -110,9 +150,12 @@ class OwnBlocks(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What frames of the warm-up say of the own chunk, float32 [N]: q the own one of the momentum, mean all of them.
+    """The decoded frames of the warm-up, for this rank's chunk; each float32 [N].
 
-    mean_gradient: where gradients came up.
+    Attributes:
+        q: This rank's momentum.
+        mean: Mean momentum of all ranks.
+        mean_gradient: Mean gradient, if gradients came up; else None.
     """
 
     q: Tensor
@@ -121,9 +164,13 @@ class Heard(NamedTuple):
 
 
 class Received(NamedTuple):
-    """What an owner has of its chunk when all frames are there. g: its own gradient, float32 [N]. frames: [W, B].
+    """An owner's inputs for the update of its chunk.
 
-    heard: what they say; None after the warm-up, where they are read in one pass with what is made of them.
+    Attributes:
+        g: Its own gradient, float32 [N].
+        frames_WB: All ranks' frames of the chunk, uint8 [W, B].
+        blocks: Its blocks in this step.
+        heard: The decoded frames. None after the warm-up: a fused pass then decodes them and computes the update.
     """
 
     g: Tensor
@@ -134,16 +181,29 @@ class Received(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharded:
-    """State of each chunk on one rank alone, its owner. All ranks, same order of buckets."""
+    """Places the state of each chunk on one rank, its owner. All ranks call the same methods, in order of the buckets.
+
+    Attributes:
+        transport: Connection to the other ranks.
+        config: Options that are the same for all buckets.
+    """
 
     transport: Transport
     config: ShardedConfig
 
     def send_early(self, bucket: ShardedBucket, numbers: StepNumbers, scale: float) -> Generator[Work, None, Tensor]:
-        """The frames of `send_up` after the warm-up, to the owners; uint8 [W, B], all ranks'. Writes nothing.
+        """Send the frames of `send_up` to the owners before the vote, after the warm-up. Writes no state.
 
-        Once it is known that the step counts, `send_up` makes them once more: the gradients are there still, and so no
-        state has to be kept that a step given up would need. Sends (W-1)·B per rank.
+        When the step is known to count, `send_up` encodes them again, from the same gradients, and only then writes the
+        momentum: so a step that is given up needs no copy of the state. Sends (W-1)·B bytes per rank. All ranks.
+
+        Args:
+            bucket: The bucket.
+            numbers: Its numbers in this step.
+            scale: Factor of the gradients.
+
+        Returns:
+            All ranks' frames of this rank's chunk, uint8 [W, B].
         """
         transport, codec = self.transport, self.config.codec
         W, N = transport.world_size, bucket.layout.chunk
@@ -161,11 +221,17 @@ class Sharded:
         scale: float | Tensor,
         early_WB: Tensor | None,
     ) -> Generator[Work, None, Received]:
-        """All ranks' gradients into the momentum, and frames of that to the owners. Sends (W-1)·B per rank.
+        """Add this rank's gradients to its momentum, and send frames of it to the owners.
 
-        seen: by parameter, whether any rank has a gradient for it; the others stay as they are. scale: what gradients
-        are to be multiplied by. early: the frames, where `send_early` has sent them. At stage 2 gradients are freed
-        before the Work.
+        Sends (W-1)·B bytes per rank, unless it uses the frames of `send_early`. At stage 2 gradients are freed before
+        the Work. All ranks.
+
+        Args:
+            bucket: The bucket.
+            numbers: Its numbers in this step.
+            seen: For each parameter, whether any rank has a gradient for it; the others keep their state.
+            scale: Factor of the gradients, a number or a 0-dimensional tensor.
+            early_WB: The frames that `send_early` received; None if it was not called.
         """
         transport, config = self.transport, self.config
         W, N, block = transport.world_size, bucket.layout.chunk, config.codec.block
@@ -207,14 +273,14 @@ class Sharded:
         return Received(g, received_WB, blocks, heard)
 
     def _codec_up(self, bucket: ShardedBucket) -> Codec:
-        """What goes up in the step that this bucket has begun."""
+        """Return the codec of what goes up in the step that this bucket has begun."""
         if not bucket.is_warm:
             return self.config.codec
         return Int8Codec(self.config.codec.block) if self.config.warmup_codec is None else self.config.warmup_codec
 
     @staticmethod
     def _means(bucket: ShardedBucket, codec: Codec, received_WB: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's q of its own chunk, and the mean of all ranks'; zeros in the padding."""
+        """Return this rank's q of its chunk, and the mean over all ranks, each float32 [N]; zeros in the padding."""
         q, mean = (torch.empty(bucket.layout.chunk, device=bucket.device, dtype=torch.float32) for _ in range(2))
         codec.decode_mean(received_WB, mean)
         codec.decode(received_WB[bucket.rank : bucket.rank + 1], q.view(1, -1))
@@ -225,9 +291,9 @@ class Sharded:
         return q, mean
 
     def keep_mean(self, bucket: ShardedBucket, arrived: Received) -> None:
-        """What the next step asks of this one: the mean in the warm-up, later the frames where it clips.
+        """Keep what the next step needs: in the warm-up the mean, later the frames if gradients are clipped.
 
-        In the warm-up a block that was not seen keeps the mean that it had.
+        In the warm-up a block that was not seen keeps its last mean.
         """
         heard = arrived.heard
         bucket.received = arrived.frames_WB if self.config.keeps_frames and heard is None else None
@@ -237,15 +303,26 @@ class Sharded:
             bucket.mean = None if heard is None else heard.mean
 
     def total(self, mine: Tensor) -> Generator[Work, None, Tensor]:
-        """The sum over ranks of a tensor, in rank order: the same bits everywhere. Sends (W-1)·nbytes per rank."""
+        """Return the sum of a tensor over ranks, in rank order: equal bits on all. Sends (W-1)·nbytes per rank."""
         rows = torch.empty(self.transport.world_size, mine.nbytes, dtype=torch.uint8, device=mine.device)
         yield self.transport.all_gather(rows, mine.view(-1).view(torch.uint8))
         return sum_in_order(rows.view(mine.dtype).view(-1, *mine.shape))
 
     def step_own(self, bucket: ShardedBucket, blocks: OwnBlocks, update: Tensor, *, lr: float, decay: float) -> Tensor:
-        """Take the update into what this rank owns. The frame of what all are to hear of it, uint8 [B].
+        """Step this rank's chunk, and encode the frame that comes down. Local: sends nothing.
 
-        Masters ← (1 - decay)·masters - lr·update. update: of the own chunk, float32 [N]; garbage afterwards.
+        masters ← (1 - decay)·masters - lr·update, and the frame is of masters - replica. At stage 0 the frame is of
+        update + residual, and the new residual is kept.
+
+        Args:
+            bucket: The bucket.
+            blocks: This rank's blocks; those that are not seen stay.
+            update: float32 [N], of this rank's chunk. Garbage afterwards.
+            lr: Learning rate.
+            decay: lr·weight_decay, or 0 if the update contains it.
+
+        Returns:
+            The frame, uint8 [B].
         """
         codec, block, N = self.config.codec_down, self.config.codec.block, len(update)
         frame_1B = torch.empty(1, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
@@ -263,9 +340,19 @@ class Sharded:
     def send_down(
         self, bucket: ShardedBucket, seen: Sequence[bool], frame_B: Tensor, *, lr: float, decay: float
     ) -> Generator[Work | Meeting, Answer, bool]:
-        """Tell all what owners have made, and move; whether it has. Yields one Work, then `OwnersReplied`. All ranks.
+        """Send this rank's frame to all ranks, and move the parameters by all frames, if all are finite.
 
-        Sends (W-1)·B per rank. frame: of `step_own`, with the same numbers.
+        Yields one Work, then `OwnersReplied`. Sends (W-1)·B bytes per rank. All ranks.
+
+        Args:
+            bucket: The bucket.
+            seen: For each parameter, whether any rank has a gradient for it; the others do not move.
+            frame_B: The frame that `step_own` made, uint8 [B].
+            lr: The same as for `step_own`.
+            decay: The same as for `step_own`.
+
+        Returns:
+            Whether the parameters moved.
         """
         transport, codec = self.transport, self.config.codec_down
         down_WB = torch.empty(transport.world_size, len(frame_B), dtype=torch.uint8, device=bucket.device)
@@ -276,7 +363,7 @@ class Sharded:
         return bool(is_good)
 
     def refuse_not_finite(self, buckets: Sequence[ShardedBucket], came_down: Sequence[OwnersReplied]) -> NoReturn:
-        """Raise NotFiniteError, of the first of these buckets that is not: some has not come down finite."""
+        """Raise NotFiniteError for the first bucket that has not come down finite; there is at least one."""
         pairs = zip(buckets, came_down, strict=True)
         name = next(bucket.names[0] for bucket, said in pairs if not bool(all_finite([said.witness])))
         raise NotFiniteError(
@@ -285,7 +372,7 @@ class Sharded:
         )
 
     def _apply(self, bucket: ShardedBucket, down_WB: Tensor, seen: Sequence[bool], lr: float, decay: float) -> None:
-        """Move the parameters by what has come down: the same operations on the same bits on every rank."""
+        """Move the parameters by the frames: the same operations on the same bits on every rank."""
         codec = self.config.codec_down
         if isinstance(codec, SignCodec) and self.config.stage > 0:
             moving = [p if is_seen else None for p, is_seen in zip(bucket.params, seen, strict=True)]
@@ -316,10 +403,11 @@ def _sum(
     *,
     returned: float | None,
 ) -> GradientSum:
-    """c = momentum + (1-β1)·share·g. With `returned` β1 momentum ← c - (1-β1)·q, rounded once to its own type.
+    """Operands of a fused encode of c = momentum + (1-β1)·share·g.
 
-    So c_k = c_{k-1} + (1-β1)·(g_k - q_{k-1}): momentum and error are one. Blocks that are not seen have a count of 0,
-    and keep their momentum.
+    With `returned` β1 it also does momentum ← c - (1-β1)·q, rounded once to its own dtype; with None it leaves the
+    momentum. So c_k = c_{k-1} + (1-β1)·(g_k - q_{k-1}): momentum and residual are one tensor. Blocks that are not seen
+    have a count of 0, and keep their momentum.
     """
     grads, unscale = bucket.scaled_gradients(scale)
     owed_WN, add = bucket.momentum.view(len(frames_WB), -1), (1.0 - numbers.betas[0]) * numbers.share

@@ -110,7 +110,7 @@ class ShardedOnebitLamb(ShardedOnebitOptimizer):
     parts of a layer move by the same bits of r_l. Unlike in one-bit LAMB, no ratio is learnt in a warm-up and then
     kept: the variance is updated in every step, and the ratio with it.
 
-    Measured (4 ranks, one seed), loss:
+    Measured (4 ranks, one seed; lower is better):
 
     | task | lr | this | LAMB |
     | --- | --- | --- | --- |

@@ -1,20 +1,20 @@
-"""ShardedOnebitOptimizer: a step, as every optimizer that is sharded across the slow network takes it.
+"""ShardedOnebitOptimizer: the order of a step, for every optimizer that is sharded across the slow network.
 
-A rule (`adam.py`, `lamb.py`, `zero_one_adam.py`) is the step of one bucket: a vote, then its way up and down, in
-`exchange.py`. Here is who votes, and when:
+A rule (`adam.py`, `lamb.py`, `zero_one_adam.py`) is the step of one bucket: a vote, then the exchange up and down of
+`exchange.py`. This file decides when each bucket votes:
 
     stages 0, 1   step(): one vote on all gradients, then all buckets' steps, a few on the wire at a time
                   with overlap, after the warm-up: frames go up during backward, and the vote comes after them
-    stage 2       backward: a bucket whose gradients are complete begins its step, with a vote of its own; the bucket
+    stage 2       backward: a bucket with all its gradients begins its step, with a separate vote; the bucket
                   before it goes up, the one before that comes down
-                  step(): the other buckets begin theirs; all are brought home
+                  step(): the other buckets begin their steps; all are finished
 
-A vote is read before its buckets' steps go on; on a GPU late, with what owners have sent down: `votes.py` casts and
-reads it.
+A vote is read before its buckets' steps go on; on a GPU later, together with the frames that come down: `votes.py`
+casts and reads it.
 
-At every stage parameters move when what owners have sent down is here for all buckets, and finite for all.
+At every stage parameters move only after the frames of all buckets have come down, and all are finite.
 
-What surrounds a step is in `onebit/bucket_optimizer.py`, where things lie in `bucket.py`, checkpoints in `state.py`.
+The rest of a step is in `onebit/bucket_optimizer.py`, the layout in `bucket.py`, checkpoints in `state.py`.
 """
 
 from __future__ import annotations
@@ -62,10 +62,14 @@ log = logging.getLogger(__name__)
 class ShardStats(Stats):
     """What the last step did; see `onebit.step.stats.Stats`.
 
-    phase: "warmup", "compressed", or "local" where a step sends nothing. is_skipped: whether any bucket was skipped;
-    below stage 2, all of them. bounded_steps: so far, those in which this rank's gradients had more than four times the
-    ranks' usual norm, and were scaled down to that (`bounds.py`). health, agreement, offset: see `health.Health`; of
-    the last step that sent something but one.
+    Attributes:
+        phase: "warmup", "compressed", or "local" if the step sends nothing.
+        is_skipped: Whether any bucket was skipped; below stage 2, all of them.
+        bounded_steps: Steps so far in which this rank's gradients had more than four times the ranks' usual norm, and
+            were scaled down to that (`bounds.py`).
+        health: `health.Health.ratio`, one step late: votes carry the sums of the step before.
+        agreement: `health.Health.agreement`, of the same step.
+        offset: `health.Health.offset`, up to the same step.
     """
 
     is_skipped: bool = False
@@ -76,23 +80,27 @@ class ShardStats(Stats):
 
 
 class ShardedOptions(SharedOptions, total=False):
-    """Keyword arguments that every optimizer of the sharded family takes, beside those of `SharedOptions`.
+    """Keyword arguments that every optimizer of the sharded family takes, in addition to those of `SharedOptions`.
 
-    stage: 1: masters and variance sharded. 2: also, gradients are freed during backward, bucket by bucket, as soon as
-    they have gone into the momentum. Then the vote is one per bucket: a bucket in which a gradient is not finite is
-    skipped by all ranks, the others are not. Accumulate in `no_sync()`, where gradients stay whole. Stage 2 refuses
-    max_grad_norm: no global norm is known when the first bucket leaves. 0 (ShardedOnebitAdam alone): parameters whole
-    on every rank; masters too, of those in less than float32.
-    differences: what comes down at stages 1 and 2, "int4" or "sign". max_grad_norm: clip by an estimate of the global
-    norm (0: off). momentum_dtype: of c. block: elements per scale. variance_floor, update_limit: see D in
-    `ShardedOnebitAdam`. warmup_steps: how many steps at the beginning send eight bits up; one bit then is too coarse
-    for a variance that is still young, and some runs never make it up (scripts/records/sharded_2026-11.md). 0: none.
-    warmup_codec: what gradients travel up in, in these steps: `Log4Codec` halves their bytes. None: momentum goes up,
-    in eight bits, and what they leave out of it is returned.
-    overlap: at stages 0 and 1 after the warm-up, without max_grad_norm, frames go up during backward. They are made
-    once more when the step is known to count, so that nothing is written before. Where gradients change before step()
-    all the same, they are sent once more, and after three such steps in a row nothing is sent during backward any more.
-    max_consecutive_skips: this many steps in a row of which anything was skipped are an error (0: never).
+    stage: 1: shard masters and variance. 2: also free gradients during backward, bucket by bucket, as soon as they have
+    gone into the momentum. Each bucket then has its own vote: all ranks skip a bucket in which a gradient is not
+    finite, and no other. Accumulate in `no_sync()`, which keeps gradients whole. Stage 2 refuses max_grad_norm: no
+    global norm is known when the first bucket leaves. 0 (only ShardedOnebitAdam): keep parameters whole on every rank,
+    and masters too, of those in less than float32. Default 1.
+    differences: format of what comes down at stages 1 and 2, "int4" (default) or "sign".
+    max_grad_norm: clip by an estimate of the global norm (0: off).
+    momentum_dtype: dtype of c, torch.bfloat16 (default) or torch.float32.
+    block: elements per scale. Default 256.
+    variance_floor, update_limit: bound D, see `ShardedOnebitAdam`. Default .01 and 5.
+    warmup_steps: send eight bits up in this many steps at the beginning; one bit is then too coarse for a variance of
+    few steps, and some runs never recover from it (scripts/records/sharded_2026-11.md). 0: none. Default 64.
+    warmup_codec: send gradients up in this format in these steps; `Log4Codec` halves their bytes. None (default):
+    send momentum up, in eight bits with error feedback.
+    overlap: send frames up during backward, at stages 0 and 1 after the warm-up and without max_grad_norm. They are
+    encoded again when the step is known to count, so that nothing is written before. If gradients change before step()
+    nevertheless, they are sent once more, and after three such steps in a row nothing is sent during backward any more.
+    Default True.
+    max_consecutive_skips: raise an error after this many steps in a row in which anything was skipped (0: never).
     """
 
     stage: int
@@ -107,9 +115,33 @@ class ShardedOptions(SharedOptions, total=False):
 
 
 class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
-    """Base of the family; arguments: see `ShardedOptions`. All ranks construct, step, load and add groups together.
+    """Base of the family. All ranks construct it, step, load and add groups together.
 
-    updates: what comes down at stage 0; None: there is no such stage.
+    Args:
+        params: Parameters or groups, the same on all ranks.
+        defaults: Default of each key of a group, as for torch.optim.Optimizer.
+        rule: The step of one bucket.
+        updates: Format of what comes down at stage 0. Default None: there is no such stage.
+        stage: See `ShardedOptions`, as for all further options.
+        differences: See there.
+        block: See there.
+        momentum_dtype: See there.
+        variance_floor: See there.
+        update_limit: See there.
+        warmup_steps: See there.
+        warmup_codec: See there.
+        overlap: See there.
+        **shared: See `SharedOptions`.
+
+    Attributes:
+        rule: The step of one bucket.
+        stats: What the last step did.
+        overlap: Frames that go up during backward.
+        placement: The exchange.
+        masters: Whether masters were taken from the parameters.
+        grad_stats: Sums of the last step, which the next vote carries.
+        health: Whether the data suits the algorithm.
+        bounds: The usual norms.
     """
 
     rule: ShardedRule
@@ -162,7 +194,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self._driver: Driver[ShardedBucket] = Driver(self.transport, phases, on_comm_stream=False)
         self.overlap = EarlyFrames(self.transport.rank, overlap, self.rule, self.buckets)
         self._launched_scale = 1.0  # of the step under way
-        self._was_in_vain, self._vain_steps = False, 0  # see `_count_vain`
+        self._was_in_vain, self._vain_steps = False, 0  # waits in backward without an answer, see `_count_vain`
         self._construct(params, defaults)
 
     def _new_stats(self) -> ShardStats:
@@ -218,9 +250,10 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
-        """Masters ← the parameters as they are now. All ranks, after changing them outside step(), alike on all.
+        """Set the masters to the current parameters. All ranks, after the same change of parameters outside step().
 
-        Raises RuntimeError between a backward pass at stage 2 and its step: masters have taken a part of it.
+        Raises:
+            RuntimeError: Called between a backward pass at stage 2 and its step, which has stepped some masters.
         """
         self._check_gradients("adopt_parameters()")
         self.masters.take()
@@ -229,7 +262,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
     @torch.no_grad()
     def on_gradient(self, p: Tensor) -> None:
-        """p's gradient has just been accumulated. Called by its hook."""
+        """Send what can go now that p's gradient has been accumulated. Called by its hook."""
         if self._is_paused or self._join.is_on:
             return
         detach_version_(p.grad)
@@ -240,9 +273,9 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
                 self._launch_early(rest[0], in_backward=True)
 
     def _goes_up_early(self) -> bool:
-        """Whether frames of this step leave before its vote: the same on all ranks. Begins the step.
+        """Whether frames of this step leave before its vote, equal on all ranks. If so, begins the step.
 
-        Not where a norm is needed first, nor where gradients are compared before anything is sent.
+        They do not if a norm is needed first, or if gradients are compared before anything is sent.
         """
         if (
             not self.overlap.has_room
@@ -255,7 +288,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         return not self.rule.is_silent()
 
     def _reads_at_once(self) -> bool:
-        """Whether votes are read before anything else is sent: in `join` headers may differ; gradients are compared."""
+        """Whether votes are read before anything else is sent: in `join`, or if gradients are compared in this step."""
         return self._join.is_on or self._watch.is_on(self._steps_here)
 
     def _launch_early(self, bucket: ShardedBucket, *, in_backward: bool = False) -> None:
@@ -264,7 +297,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self._driver.launch(bucket, self._waited.timed(step), is_alone=True)
 
     def _leave_freed(self, p: Tensor) -> None:
-        """Stage 2: a bucket whose gradients have all come takes its step, and frees them."""
+        """Stage 2: launch the step of each next bucket that has all its gradients, which frees them."""
         bucket = self.buckets.of[p]
         if p in bucket.ready:
             raise RuntimeError(
@@ -275,14 +308,14 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         bucket.ready.add(p)
         while self._has_caught_up() and (rest := self.buckets[self._driver.launched :]) and rest[0].is_complete:
             if len(rest) == 1 and any(q.requires_grad for q in self.buckets.frozen):
-                return  # the last vote is on these too, whose gradients may be still to come
+                return  # the last vote includes frozen parameters, whose gradients may still come
             self._launch(rest[0], self._launched_scale if self._driver.launched else self._unscale())
 
     def _has_caught_up(self) -> bool:
-        """As `Driver.catch_up`, with patience: gradients take memory until other ranks have voted on them.
+        """As `Driver.catch_up`, but wait up to PATIENCE_S: gradients take memory until other ranks have voted on them.
 
-        Bounded, as a peer without some gradient votes in step(), and may wait for this rank in between, in a collective
-        of the script's own.
+        The wait is bounded, because a peer that lacks a gradient votes only in step(), and may wait for this rank
+        before that, in a collective of the user's script.
         """
         patience_s = PATIENCE_S if not self._was_in_vain and self._vain_steps < VAIN_STEPS else 0.0
         has_caught_up = self._driver.catch_up(patience_s)
@@ -290,7 +323,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         return has_caught_up
 
     def _count_vain(self) -> None:
-        """Once no peer has answered in backward in this many steps in a row, none is waited for there any more."""
+        """Count the steps in a row with a wait in vain in backward; from VAIN_STEPS on, no longer wait there."""
         self._vain_steps, self._was_in_vain = self._vain_steps + 1 if self._was_in_vain else 0, False
         if self._vain_steps == VAIN_STEPS:
             log.warning(
@@ -304,7 +337,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
     def _launch(self, bucket: ShardedBucket, scale: float) -> None:
         """Stage 2: begin the next bucket's step, in bucket order on every rank.
 
-        The one before it sends up, and so on: each enters its next phase, until owners have sent down.
+        Each bucket before it enters its next phase, until its frames have come down.
         """
         if self._driver.launched == 0:
             self.masters.check()  # owners step on them during backward
@@ -318,7 +351,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         super()._begin()
 
     def _vote_alone(self, bucket: ShardedBucket, scale: float) -> BucketStep:
-        """The rule's step, that meets no other before it sends: this bucket's gradients have a vote of their own."""
+        """The rule's step, with a separate vote on this bucket's gradients, so that it need not wait for the others."""
         step = self.rule.step(bucket, scale)
         next(step)
         decision = yield from self._vote([bucket], scale)
@@ -368,9 +401,11 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
             self.clipper.remember(self.stats.clip_factor, self.param_groups[0]["betas"][0])
 
     def _step_early(self, scale: float, resends: bool) -> bool:
-        """The step whose frames go up before its vote. False, on all ranks, where it has to be taken once more.
+        """Take the step, with frames that go up before the vote. False, on all ranks, if it must be taken once more.
 
-        resends: what this rank has sent is no longer true.
+        Args:
+            scale: Factor of the gradients.
+            resends: Whether gradients of this rank changed after they were sent.
         """
         self._votes.resending = ()
         self._launch_rest(scale)
@@ -387,7 +422,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         return is_over
 
     def _step_launched(self, scale: float) -> None:
-        """Stage 2: send what backward has not sent, and bring all of it home."""
+        """Stage 2: launch the buckets that backward has not launched, and finish all of them."""
         if self._driver.launched and scale != self._launched_scale:
             raise RuntimeError("at stage 2 gradients leave during backward: GradScaler's scale is known too late")
         for bucket in self.buckets[self._driver.launched :]:
@@ -403,9 +438,12 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self._take_grad_stats()
 
     def _finish_down(self, buckets: Sequence[ShardedBucket], came_down: Sequence[Meeting]) -> Sequence[bool]:
-        """For each bucket whether it moves. Raises NotFiniteError, before any does, unless all came down finite.
+        """Return for each bucket whether it moves.
 
-        In the same wait for the device reads late votes, and what these buckets' steps say of the data.
+        The same wait for the device also reads late votes and the buckets' `grad_stats`.
+
+        Raises:
+            NotFiniteError: A bucket did not come down finite. Raised before any parameter moves.
         """
         said, late = cast("Sequence[OwnersReplied]", came_down), self._votes.late
         flags = [*came_down_finite(buckets, said).values(), *(vote.gate for vote in late)]
@@ -428,12 +466,12 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
     def _vote(
         self, buckets: Sequence[ShardedBucket], scale: float, *, resends: bool = False, have_sent: bool = False
     ) -> Generator[Work, None, Decision | None]:
-        """What all ranks decide on these buckets; see `Votes.decide`. resends: as in `_step_early`."""
+        """Vote on these buckets; see `Votes.decide`. resends: as in `_step_early`."""
         header, mine = self._own_vote(buckets, resends=resends, note=self.grad_stats.to_bytes())
         return self._votes.decide(buckets, scale, header, mine, at_once=self._reads_at_once(), have_sent=have_sent)
 
     def _take_grad_stats(self) -> None:
-        """Of the buckets that took a step, for the next vote."""
+        """Keep the sums of the buckets that took a step, for the next vote."""
         if not self.rule.is_silent():
             self.grad_stats, self._next_grad_stats = self._next_grad_stats, GradStats()
 
@@ -448,40 +486,50 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self.overlap.look_ahead()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. Raises RuntimeError between a backward pass at stage 2 and its step: gradients have left."""
+        """Drop the gradients, as in torch.
+
+        Args:
+            set_to_none: Whether to drop the tensors, too. Default True.
+
+        Raises:
+            RuntimeError: Called between a backward pass at stage 2 and its step: gradients have been sent.
+        """
         self._check_gradients("zero_grad()")
         super().zero_grad(set_to_none)
 
     def _check_gradients(self, what: str) -> None:
-        """Raise RuntimeError where gradients have gone into a step that backward has begun: at stage 2."""
+        """Raise RuntimeError if backward has begun a step, which has taken gradients: at stage 2."""
         if self.placement.config.stage == 2:
             self._check_at_rest(what)
 
     def _launch_rest(self, scale: float) -> None:
-        """Below stage 2: frames of the buckets that have sent none go up before the vote."""
+        """Below stage 2: send the frames of the remaining buckets up, before the vote."""
         for bucket in self.buckets[self._driver.launched :]:
             self._launch_early(bucket)
 
     # ---------------------------------------------------------------- replicas and states
 
     def steps_taken(self) -> int:
-        """The most steps that any parameter has taken; with skipped ones, where there are any."""
+        """Return the largest number of steps that any parameter has taken; in 0/1 Adam with the skipped ones."""
         return self.rule.steps_taken()
 
     def check_replicas(self) -> None:
-        """Vote on the bits of all parameters and whole masters; ReplicaError on all ranks if they differ.
+        """Vote on the bits of all parameters and whole masters. All ranks. Sends 16 bytes to each peer.
 
-        Sends 16 bytes per peer.
+        Raises:
+            ReplicaError: They differ between ranks. Raised on all ranks.
         """
         masters = [bucket.masters.flat for bucket in self.buckets if bucket.masters.flat.numel()]
         names = [*self.buckets.names, *(f"masters of bucket {k}" for k in range(len(masters)))]
         replicas.check_replicas(self.transport, [*self.buckets.params, *masters], names, self.steps_taken())
 
     def state_dict(self) -> State:
-        """As torch's, and the chunks that this rank owns under "onebit": each rank saves and loads its own.
+        """Return torch's state, and under "onebit" the chunks that this rank owns. Each rank saves and loads its own.
 
-        The parameters, which are the replicas, are not in it: save the model's state beside it (any rank's). Raises
-        RuntimeError between a backward pass at stage 2 and its step.
+        It does not contain the parameters, which are the replicas: save the model's state as well (any rank's).
+
+        Raises:
+            RuntimeError: Called between a backward pass at stage 2 and its step.
         """
         self._check_gradients("state_dict()")
         self._refuse_edits()
@@ -490,10 +538,16 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         return shard_state.save(self, super().state_dict())
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Continue exactly where `state_dict` was taken, on the same rank of a world of the same size. All ranks.
+        """Continue exactly from a state, on the same rank of a world of the same size. All ranks.
 
-        Load the model's parameters as well, before or after. Raises ValueError, before anything is changed, where
-        world size, rank, shapes, dtypes or options do not fit; RuntimeError as `state_dict`.
+        Load the model's parameters as well, before or after.
+
+        Args:
+            state_dict: The result of `state_dict` on this rank.
+
+        Raises:
+            ValueError: World size, rank, shapes, dtypes or options do not fit. Raised before anything is changed.
+            RuntimeError: Called between a backward pass at stage 2 and its step.
         """
         self._check_gradients("load_state_dict()")
         self._drop_step()
@@ -502,11 +556,18 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self._resume()
 
     def load_state_dicts(self, states: Sequence[State]) -> None:
-        """Continue from the states of all ranks of a world of any size, in rank order. All ranks, all the states.
+        """Continue from the states of all ranks of a world of any size. All ranks.
 
-        In a world of the same size this rank's own is loaded, exactly. In another, masters and variances move with
-        their elements, and each rank's momentum is the mean of the old ranks': the sum of what is still to be
-        delivered, over ranks and times lr/W, is what it was. Rank 0 logs that. `states` may load an item when it is
-        asked for. Raises ValueError as `load_state_dict`, and where the states are not those of one world.
+        In a world of the same size each rank loads its own state, exactly. In another, masters and variances move with
+        their elements, and each rank's momentum is the mean of the old ranks': the updates that it will still deliver,
+        summed over ranks and times lr/W, do not change. Rank 0 logs that.
+
+        Args:
+            states: The states of all ranks, in rank order, the same on all ranks. Items are read one at a time, so the
+                sequence may load them on demand.
+
+        Raises:
+            ValueError: As `load_state_dict`, or the states are not those of one world.
+            RuntimeError: As `load_state_dict`.
         """
         shard_state.load_of_all_ranks(self, states)

@@ -1,8 +1,8 @@
-"""Checkpoints of the sharded optimizers: one state per rank, and what a world of another size makes of them.
+"""Checkpoints of the sharded optimizers: one state per rank, which a world of another size can load as well.
 
-Each rank saves its own momentum, by parameter, and its own chunks of variance and masters, by bucket. Loading into the
-same world is exact. In another, chunks move with their elements, and each rank owes the mean of what the old ranks
-owed: what will still be delivered is the same.
+Each rank saves its own momentum, by parameter, and its own chunks of variance and masters, by bucket. Loading into a
+world of the same size is exact. In another, chunks move with their elements, and each rank takes the mean of the old
+ranks' momenta: the updates that are still to be delivered stay the same in sum.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _VERSION = 1
-# By bucket, float32: concatenated over ranks, the chunks of a bucket's elements.
+# Entries of a bucket's record that hold this rank's chunk, float32; concatenated over ranks they are the whole bucket.
 _CHUNKS = ("variance", "owned", "mean")
 
 
 def identity(optimizer: ShardedOnebitOptimizer) -> dict[str, object]:
-    """What a state must say to be this rank's."""
+    """Return the entries that a state must have to be this rank's."""
     config, transport = optimizer.placement.config, optimizer.transport
     return {
         "kind": optimizer.rule.kind,
@@ -49,7 +49,7 @@ def identity(optimizer: ShardedOnebitOptimizer) -> dict[str, object]:
 
 
 def save(optimizer: ShardedOnebitOptimizer, state: State) -> State:
-    """torch's state, and what this rank owns."""
+    """Add this rank's chunks and the optimizer's counters to torch's state, under "onebit"."""
     for bucket in optimizer.buckets:
         bucket.masters.settle()
     state["onebit"] = {
@@ -67,7 +67,7 @@ def save(optimizer: ShardedOnebitOptimizer, state: State) -> State:
 
 
 def bucket_records(buckets: Sequence[ShardedBucket], codec: SignCodec) -> list[State]:
-    """The chunks that this rank owns, by bucket. mean: of the last frames, where warm-up or clipping asks for it."""
+    """Return the chunks that this rank owns, by bucket; also the mean of the last frames, if a step needs it."""
     records = []
     for bucket in buckets:
         mean = bucket.mean
@@ -83,7 +83,7 @@ def bucket_records(buckets: Sequence[ShardedBucket], codec: SignCodec) -> list[S
 
 
 def load(optimizer: ShardedOnebitOptimizer, state_dict: State) -> None:
-    """Check a state and take it over. Raises ValueError, before anything is changed, where it is not this rank's."""
+    """Check a state and take it over. Raises ValueError, before anything is changed, if it is not this rank's."""
     state = load_checked(optimizer, state_dict, lambda state: _check(optimizer, state))
     entries, record = {p: entry for _, p, entry in optimizer.buckets.saved_entries(state)}, state["onebit"]
     optimizer.state.clear()
@@ -134,7 +134,7 @@ def restore(bucket: ShardedBucket, saved: State, entries: Sequence[State]) -> No
     """Take over a bucket's record and its parameters' entries, both checked."""
     bucket.variance.copy_(saved["variance"])
     bucket.owned.copy_(saved["owned"])
-    bucket.is_warm = saved.get("is_warm", False)  # before there was a warm-up, states did not say
+    bucket.is_warm = saved.get("is_warm", False)  # states from before the warm-up existed lack it
     bucket.received = None
     bucket.mean = None if saved["mean"] is None else saved["mean"].to(bucket.device, torch.float32, copy=True)
     if bucket.masters:
@@ -162,9 +162,16 @@ def load_of_all_ranks(optimizer: ShardedOnebitOptimizer, states: Sequence[State]
 
 
 def regather(states: Iterable[State], kind: str, buckets: Sequence[ShardedBucket], world_size: int) -> State:
-    """The states of all ranks of one world, in rank order, as the state of one rank of a world of `world_size`.
+    """Make one rank's state for a world of another size from the states of all old ranks.
 
-    Reads them one at a time. Raises ValueError where they are not the states of one world.
+    Args:
+        states: The states of all ranks of one world, in rank order; read one at a time.
+        kind: The rule's kind, which the states must have.
+        buckets: The optimizer's buckets on this rank.
+        world_size: Number of ranks now.
+
+    Raises:
+        ValueError: They are not the states of one world, or of another optimizer.
     """
     state: State | None = None
     sums: dict[object, Tensor] = {}
@@ -182,7 +189,7 @@ def regather(states: Iterable[State], kind: str, buckets: Sequence[ShardedBucket
             old_size, chunks = record["world_size"], [{name: [] for name in _CHUNKS} for _ in record["buckets"]]
         if record["world_size"] != old_size:
             raise ValueError(f"rank {rank}'s state is of a world of {record['world_size']}, rank 0's of {old_size}")
-        if "waiting" in record:  # on any rank; the mean has a part of it
+        if "waiting" in record:  # parameters with skipped gradients on any old rank: they are in the mean
             own = state["onebit"]["waiting"]
             state["onebit"]["waiting"] = [a or b for a, b in zip(own, record["waiting"], strict=True)]
         for key, entry in one["state"].items():  # masters are the same on all ranks
@@ -209,7 +216,7 @@ def regather(states: Iterable[State], kind: str, buckets: Sequence[ShardedBucket
 
 
 def _own_chunk(bucket: ShardedBucket, chunks: Sequence[Tensor | None]) -> Tensor | None:
-    """This rank's chunk of what the old ranks' chunks make together. Layouts differ in the padding at the end alone."""
+    """Cut this rank's chunk from the old ranks' chunks. Layouts differ only in the padding at the end."""
     if any(chunk is None for chunk in chunks):
         return None
     whole = resize(torch.cat([chunk for chunk in chunks if chunk is not None]), bucket.layout.numel)

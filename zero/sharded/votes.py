@@ -1,9 +1,9 @@
-"""Votes on the gradients of buckets: cast, and read at once or by the host at the end of the step.
+"""Votes on the gradients of buckets: cast, and read at once, or by the host at the end of the step.
 
-The latter on GPUs that the transport reaches. Where any rank has a gradient that is not finite, all ranks skip the
-buckets of the vote: all of them, at stage 2 one. Where the host would have to wait for that, a flag on the device takes
-its place. Blocks of a bucket that is not good then count as blocks without a gradient, whose values nobody reads, so
-that no tensor of it changes. What the host has counted is given back.
+Votes are read late on GPUs that the transport reaches. If any rank has a gradient that is not finite, all ranks skip
+the buckets of the vote: all buckets, or one at stage 2. So that the host need not wait for the result, a flag on the
+device, the gate, stands for it. Under a closed gate blocks count as blocks without a gradient, so that no tensor of the
+bucket changes; the host's counts are taken back when it reads the vote.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ from .rule import ShardedRule
 
 @dataclass(frozen=True)
 class OwnGradients:
-    """This rank's gradients of some buckets. names: of their parameters. norms: float32, each of no dimensions.
+    """Norms of this rank's gradients in some buckets.
 
-    sums: their ‖g‖², finite where all of g is; where it clips <g, m̂> too: float64 [1 or 2].
+    Attributes:
+        names: Their parameters.
+        norms: Norm of each, 0-dimensional float32.
+        sums: ‖g‖² of all, finite if all gradients are; with clipping also <g, m̂>. float64 [1 or 2].
     """
 
     names: Sequence[str]
@@ -47,7 +50,14 @@ class OwnGradients:
     def of(
         cls, placement: Sharded, buckets: Sequence[ShardedBucket], scale: float, beta1s: Sequence[float] | None
     ) -> OwnGradients:
-        """Waits for nothing. scale: of the gradients. beta1s: of each bucket; None: nothing is clipped."""
+        """Launch the norms; does not synchronise with the device.
+
+        Args:
+            placement: The exchange.
+            buckets: The buckets of the vote.
+            scale: Factor of the gradients.
+            beta1s: β1 of each bucket; None: gradients are not clipped.
+        """
         device, products = buckets[0].device, []
         there: dict[torch.device, tuple[list[str], list[Tensor]]] = {}
         for k, bucket in enumerate(buckets):
@@ -69,9 +79,12 @@ class OwnGradients:
         )
 
     def bad(self, buckets: Sequence[ShardedBucket]) -> list[str]:
-        """The parameters whose gradients are not finite, or whose squares are beyond float32. Waits for the device.
+        """Return the parameters with gradients that are not finite, or with squares beyond float32.
 
-        buckets: which may still have them: then it is known which of both.
+        Waits for the device.
+
+        Args:
+            buckets: Buckets that may still hold the gradients; if they do, the names tell the two cases apart.
         """
         norms = zip(self.names, read_numbers(self.norms), strict=True)
         bad = [name for name, norm in norms if not math.isfinite(norm)]
@@ -83,12 +96,21 @@ class OwnGradients:
 
 @dataclass
 class LateVote:
-    """A vote on some buckets under way, its gate, and what the host counts in their step, as it was before."""
+    """A vote under way, its gate, and the host's counts of its buckets from before the step.
+
+    Attributes:
+        buckets: The buckets of the vote.
+        ballot: The messages of the vote.
+        gradients: This rank's gradients.
+        stand_out: If frames were sent before the vote: whether any rank's gradients are to be scaled down, a flag on
+            the device. Else None.
+        gate: Whether the step counts, a flag on the device.
+    """
 
     buckets: Sequence[ShardedBucket]
     ballot: Ballot
     gradients: OwnGradients
-    stand_out: Tensor | None  # of frames that have been sent: whether any rank's are to be scaled down
+    stand_out: Tensor | None
     gate: Tensor = field(init=False)
     _counted: Sequence[tuple[list[float], bool, Tensor | None, Tensor | None]] = field(init=False)
 
@@ -102,14 +124,14 @@ class LateVote:
             bucket.gate = self.gate.to(bucket.device)
 
     def undo(self) -> None:
-        """The buckets take no step: counts are what they were. Tensors are, by their gates."""
+        """Restore the counts of buckets that take no step. Their tensors did not change, because of the gates."""
         for bucket, (steps, is_warm, received, mean) in zip(self.buckets, self._counted, strict=True):
             for step, before in zip(bucket.steps, steps, strict=True):
                 step.fill_(before)
             bucket.is_warm, bucket.received, bucket.mean = is_warm, received, mean
 
     def take(self, messages: Sequence[bytes]) -> None:
-        """They are these, unchecked: from here on no bucket has a gate."""
+        """Take the messages of the vote, unchecked, and remove the buckets' gates."""
         self.ballot.take(messages)
         for bucket in self.buckets:
             bucket.gate = None
@@ -117,7 +139,13 @@ class LateVote:
 
 @dataclass
 class LeftOut:
-    """What of the step under way was left out, as not finite: by all ranks, or by this one alone; names: of its own."""
+    """Gradients of the step under way that were left out because they are not finite.
+
+    Attributes:
+        names: This rank's parameters among them. Default: none.
+        is_any: Whether any rank's gradients were left out, as far as this rank knows. Default False.
+        by_all: Whether all ranks left them out, not only this one. Default False.
+    """
 
     names: list[str] = field(default_factory=list)
     is_any: bool = False
@@ -125,11 +153,22 @@ class LeftOut:
 
 
 class Votes:
-    """Of one step after the other: casts them, reads them at once or late, and says what all ranks do.
+    """Casts the votes of each step, reads them at once or late, and decides what all ranks do.
 
-    late: the votes of the step under way that were cast and not read. left_out: of that step. resending: the ranks
-    whose gradients have changed since they were sent, by the vote that was read last. standing_out: the ranks whose
-    gradients are scaled down in the step under way (`bounds.py`). bounds: what the next votes are held to.
+    Args:
+        rule: The optimizer's rule, bound to its placement and buckets.
+        clipper: Clips by the estimated global norm, if max_grad_norm is set.
+        stats: The optimizer's; receives clip_factor.
+        health: Receives the ranks' sums of their last step.
+        watch: Receives the ranks' gradient summaries, to notice wrappers that average gradients.
+        skips: Logs skipped steps.
+
+    Attributes:
+        late: Votes of the step under way that were cast and not yet read.
+        left_out: Gradients that this step leaves out.
+        resending: Ranks with gradients that changed after they were sent, according to the last vote read.
+        standing_out: Ranks with gradients that are scaled down in this step (`bounds.py`).
+        bounds: The usual norms, against which the next votes are compared.
     """
 
     def __init__(
@@ -160,13 +199,20 @@ class Votes:
         at_once: bool,
         have_sent: bool,
     ) -> Generator[Work, None, Decision | None]:
-        """Ask all ranks about the gradients of these buckets. None, on all ranks, where any is not finite.
+        """Vote on the gradients of these buckets. Returns None, on all ranks, if any is not finite.
 
-        In a step that sends nothing, this rank alone. Of a vote that is read late gates say whether the step counts;
-        a rank without some gradient waits for it, to know whether another rank has it. mine: this rank's, without the
-        sums of its gradients; where it says that what was sent is no longer true the step counts on no rank, as if
-        gradients were not finite. at_once: the vote is not to be read late. have_sent: frames have gone up before it;
-        where any rank's say too much, the step counts on no rank, and is to be taken once more.
+        In a step that sends nothing, only this rank's gradients count. If the vote is read late, the buckets' gates
+        hold the result; only a rank that lacks a gradient waits for the vote, to know whether another rank has it.
+
+        Args:
+            buckets: The buckets.
+            scale: Factor of the gradients.
+            header: The step that this rank takes; it is compared with the other ranks'.
+            mine: This rank's vote, without the sums of its gradients. If it reports gradients that changed after they
+                were sent, no rank counts the step, as if gradients were not finite.
+            at_once: Whether the vote must not be read late.
+            have_sent: Whether frames have gone up before the vote. If any rank's gradients are then to be scaled down,
+                no rank counts the step, and it must be taken once more.
         """
         is_silent, gradients = self._rule.is_silent(), self._own(buckets, scale)
         rank = self._transport.rank
@@ -201,9 +247,15 @@ class Votes:
         return Decision(present_anywhere(votes), factor, first=buckets[0].first)
 
     def take_late(self, messages: Sequence[Sequence[bytes]], gates: Sequence[float]) -> set[int]:
-        """What votes that are read late say, which gates have heeded. The indices of buckets that all ranks skip.
+        """Take in the late votes, which the gates have already applied. Returns the indices of skipped buckets.
 
-        Raises DesyncError where ranks are not in the same step, and as `decide`.
+        Args:
+            messages: All ranks' messages of each late vote.
+            gates: The value of each gate, 0 if it is closed.
+
+        Raises:
+            DesyncError: Ranks are not in the same step.
+            RuntimeError: As `decide`.
         """
         late, self.late = self.late, []
         closed = [vote for vote, gate in zip(late, gates, strict=True) if not gate]
@@ -224,7 +276,7 @@ class Votes:
     def _bound(
         self, votes: Sequence[StepVote], buckets: Sequence[ShardedBucket], ranks: Sequence[int]
     ) -> Sequence[float]:
-        """What the gradients of these votes, which are these ranks', are multiplied by. Notes who stands out."""
+        """Return the factor of each of these ranks' gradients, and note the ranks that are scaled down."""
         if not are_finite(votes):
             return [1.0] * len(votes)
         is_alone = len(votes) < self._transport.world_size
@@ -239,7 +291,7 @@ class Votes:
 
     @staticmethod
     def _seen(ballot: Ballot, buckets: Sequence[ShardedBucket]) -> Sequence[bool]:
-        """For each parameter of these buckets, whether any rank has a gradient for it. Waits where one is not here."""
+        """Return for each parameter whether any rank has a gradient. Waits for the vote only if this rank lacks one."""
         seen = ballot.mine.present[: sum(len(bucket.params) for bucket in buckets)]
         if all(seen):
             return seen
@@ -250,9 +302,10 @@ class Votes:
     def _take_in(
         self, votes: Sequence[StepVote], buckets: Sequence[ShardedBucket], *, have_sent: bool
     ) -> Sequence[float]:
-        """What votes say beside the decision. What each rank's gradients are multiplied by, before they are clipped.
+        """Take in the rest of the votes, and return the factor of each rank's gradients before clipping.
 
-        Raises RuntimeError where a rank trains what it has no state of.
+        Raises:
+            RuntimeError: A rank trains a parameter that has no state.
         """
         trained = sum(len(bucket.params) for bucket in buckets)
         if buckets[-1] is self._buckets[-1]:
@@ -261,7 +314,7 @@ class Votes:
         self._watch.note([vote.summary.gradients for vote in votes])
         self.resending = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
         factors = self._bound(votes, buckets, range(len(votes)))
-        if not (self.resending or (have_sent and self.standing_out)):  # those take the step once more, and vote again
+        if not (self.resending or (have_sent and self.standing_out)):  # those steps vote again
             if are_finite(votes):
                 self.bounds.learn(buckets[0].index, [vote.norm_squared for vote in votes])
             if buckets[0].index == 0:
@@ -269,7 +322,7 @@ class Votes:
         return factors
 
     def _clip_by(self, votes: Sequence[StepVote], factors: Sequence[float]) -> None:
-        """factors: of each vote's gradients, before they are clipped."""
+        """Compute the clip factor from votes scaled by these factors, and write it to the stats."""
         if self._clipper.max_norm > 0:
             bounded = [
                 replace(vote, norm_squared=factor * factor * vote.norm_squared, product=factor * vote.product)
@@ -278,7 +331,7 @@ class Votes:
             self._stats.clip_factor = self._clipper.estimated_factor(bounded, self._transport.world_size)
 
     def _leave_out(self, bad: Sequence[str], *, by_all: bool) -> None:
-        """Count it, and say whose gradients are not finite: on that rank, or on rank 0 that it is another's."""
+        """Note gradients that are not finite, and log them: their names on their rank, a hint to it on rank 0."""
         self._clipper.norm = None
         left_out = self.left_out
         self.left_out = LeftOut([*left_out.names, *bad], is_any=True, by_all=left_out.by_all or by_all)
