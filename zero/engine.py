@@ -5,9 +5,9 @@
         engine.backward(loss)
         engine.step()
 
-`initializing.py` makes it of a configuration. What becomes of the model is its form's (`form.py`), which the engine
-asks and does not know by name. The parts can be used without an engine. Everything here is called by all ranks, in the
-same order.
+`initializing.py` makes it from a configuration. The form (`form.py`) determines how the model is sharded and trained;
+the engine knows no form by name. The parts can be used without an engine. All ranks call everything here, in the same
+order.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ R = TypeVar("R")
 
 
 def every_rank(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """Of a method that every rank must call: one that calls it alone is told so, by the method's name."""
+    """Decorate a method that every rank must call: if some do not, the error names the method."""
 
     @wraps(method)
     def call(engine: E, *args: P.args, **named: P.kwargs) -> R:
@@ -62,16 +62,39 @@ def every_rank(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E
 
 
 class Engine:
-    """Drives one model. micro_steps, global_steps, skipped_steps: since the run began, resumed ones included.
-
-    global_samples: what all ranks have seen in these. micro_steps_of_step: how many of them the step under way has.
-    has_gradients: whether a backward pass waits for its `step`. fp16_scale: the loss scale, 1 but in float16.
-    form: what the model and its optimizer have become. active_features: those that the configuration asks for.
-    guard: notices what a script does past the engine.
+    """Drives one model and its optimizer. `initialize` makes it.
 
     A step has `config.gradient_accumulation_steps` micro-batches: call the engine, `backward`, and `step` for each; the
-    last one's `step` updates. What is accumulated: the mean over the micro-batches. Gradients travel once per step,
-    except inside the node at stages 2 and 3 (`parallel/fsdp.py`).
+    `step` of the last one updates. Gradients are averaged over the micro-batches. They are sent once per step, except
+    inside the node at stages 2 and 3 (`parallel/fsdp.py`).
+
+    Args:
+        form: The model and its optimizer, as the configuration asks for them.
+        scheduler: Sets the learning rates; None for constant ones.
+        loader: This rank's training data; None without it.
+        monitors: Each writes the scalars of a step. Default: none.
+        loss_fn: The loss of a `PipelineModule`, for `train_batch`. Default None.
+        features: The features that the configuration asks for. Default: none.
+
+    Attributes:
+        form: The same.
+        module: The model.
+        config: The configuration.
+        grid: The ranks.
+        optimizer: Takes the steps.
+        stage: Stage that FSDP2 applies; None if the model did not go through it.
+        scheduler: The same.
+        loader: The same.
+        active_features: The features.
+        pipeline: Runs the stages of a pipeline; None without one.
+        fp16_scale: The loss scale; 1 except in float16.
+        micro_steps: Micro-batches since the run began, those before a resume included.
+        global_steps: Steps, likewise.
+        skipped_steps: Steps that were skipped, likewise.
+        global_samples: Samples that all ranks have processed, likewise.
+        micro_steps_of_step: Micro-batches that the step under way has had.
+        has_gradients: Whether a backward pass waits for its `step`.
+        guard: Notices calls that bypass the engine.
     """
 
     def __init__(
@@ -104,7 +127,7 @@ class Engine:
     # ---------------------------------------------------------------- a step
 
     def __call__(self, *inputs: object, **named: object) -> Any:
-        """The model's output. Floating-point inputs, also in lists and dicts, are cast to the dtype computed in."""
+        """Return the model's output. Casts floating-point inputs, also in lists and dicts, to the computing dtype."""
         self._refuse_in_pipeline("a forward pass")
         if self.module.training:
             self.guard.has_run = True
@@ -121,16 +144,21 @@ class Engine:
             return self.module(*inputs, **named)
 
     def _begin_step(self) -> None:
-        """Before the step's gradients leave."""
+        """Tell the features that a step begins, before its gradients leave."""
         for feature in self.active_features:
             feature.begin_step(self)
 
     @outside_graphs
     def backward(self, loss: Tensor, *, retain_graph: bool = False, weight: float | None = None) -> Tensor:
-        """Add the loss's gradients, over the micro-batches of a step and times the loss scale; the loss as it came.
+        """Add the gradients of a micro-batch's loss to those of its step, and return the loss unchanged.
 
-        One that does not depend on the model (an empty batch's) counts as a zero gradient, with a warning.
-        weight: of this micro-batch in the step; None: all of a step weigh as much.
+        The loss is divided by the number of micro-batches and multiplied by the loss scale. A loss that does not depend
+        on the model (of an empty batch) counts as a zero gradient, with a warning.
+
+        Args:
+            loss: Scalar loss of this rank's micro-batch.
+            retain_graph: Whether to keep the graph for another pass. Default False.
+            weight: Weight of this micro-batch in the step. Default None: the same for all of a step.
         """
         self._refuse_in_pipeline("a backward pass")
         self.guard.before_backward()
@@ -140,7 +168,7 @@ class Engine:
         self.form.set_grad_scale(self.fp16_scale.value)
         passes = None if self.stage is None else turns.passes_of(self.module)
         with self._clock.measure("backward"), self._without_traffic(), self._naming_peers():
-            if loss.requires_grad or self.grid.data[1] == 1:  # torch refuses the latter: nobody else has a gradient
+            if loss.requires_grad or self.grid.data[1] == 1:  # a rank without others gets torch's error
                 torch.autograd.backward(loss.float() * (self.fp16_scale.value / divisor), retain_graph=retain_graph)
             elif not self._has_warned_of_no_graph:
                 self._has_warned_of_no_graph = True
@@ -156,19 +184,19 @@ class Engine:
         return loss
 
     def _stand_in(self) -> None:
-        """A backward pass, in which no gradient comes: the ranks that share shards with this one have theirs."""
+        """Take part in FSDP2's reduction without gradients: ranks that share shards with this one may have some."""
         self._begin_step()
         fsdp.begin_micro_batch(self.module, self.stage or 0, is_last=self.is_gradient_accumulation_boundary())
         turns.stand_in(self.module)
 
     def _naming_peers(self) -> AbstractContextManager[None]:
-        """What FSDP2 sends inside a node fails with the error that an optimizer's exchange fails with."""
+        """Turn network errors of FSDP2's traffic into the error that an optimizer's exchange raises."""
         return self.grid.transports["shard"].naming_peers("FSDP2's exchange", is_counted=False)
 
     def zero_grad(self) -> None:
-        """Drop the gradients that have added up, for example to `continue` after a loss that makes no sense.
+        """Drop the gradients accumulated so far, for example to `continue` after a bad loss.
 
-        Also those that FSDP2 has not reduced yet. The step's next micro-batches go on alone: it has fewer.
+        Also drops those that FSDP2 has not reduced yet. The step goes on with its next micro-batches, so it has fewer.
         """
         with self.guard.open():
             self.module.zero_grad()
@@ -178,12 +206,20 @@ class Engine:
 
     @outside_graphs
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
-        """After every backward. With the step's last micro-batch: average over ranks, update, drop the gradients.
+        """End a micro-batch; at the last one of a step average over ranks, update, and drop the gradients.
 
-        Where a gradient is not finite on any rank, all skip: nothing changes but the loss scale, and the schedule stays
-        where it is. Under local steps those of one replica skip, which has its own loss scale, and the schedule
-        goes on. lr_kwargs: for the schedule's step(). Raises OverflowError, on all ranks that share it, where the loss
-        scale cannot fall any further; PeerError, ReplicaError and SkippedStepsError as the optimizer.
+        Call it after every backward. If a gradient is not finite on any rank, all ranks skip: only the loss scale
+        changes, and the schedule does not move. Under local steps only the ranks of that replica skip; the replica has
+        its own loss scale, and the schedule moves.
+
+        Args:
+            lr_kwargs: Arguments of the schedule's step(). Default None.
+
+        Raises:
+            OverflowError: The loss scale cannot fall any further. Raised on all ranks that share it.
+            PeerError: A rank is lost.
+            ReplicaError: The optimizer found replicas that differ.
+            SkippedStepsError: The optimizer skipped too many steps in a row.
         """
         self._refuse_in_pipeline("step()")
         self.guard.before_step()
@@ -215,7 +251,7 @@ class Engine:
         self.skipped_steps += is_skipped
         self._write_scalars(rates[0])
         self.fp16_scale = self.fp16_scale.after(is_skipped)
-        stays = is_skipped and not self.form.steps_apart  # replicas have one schedule, also if each skips alone
+        stays = is_skipped and not self.form.steps_apart  # replicas share one schedule, even if each skips alone
         if self.scheduler is not None and not stays:
             self.scheduler.step(**schedule_with)  # type: ignore[arg-type]
         self.guard.after_update()
@@ -234,13 +270,21 @@ class Engine:
 
     @outside_graphs
     def train_batch(self, data_iter: Iterator[pipeline.Batch] | None = None) -> Tensor:
-        """A whole step of a `PipelineModule`; the mean loss over its micro-batches and all ranks, on every rank.
+        """Take a whole step of a `PipelineModule`.
 
-        Under local steps the mean over this replica: nothing travels between replicas for it.
+        Args:
+            data_iter: Gives (inputs, target) of a micro-batch, `config.gradient_accumulation_steps` times. Every rank
+                reads; the ranks of one pipeline read the same (`ShardedLoader` with `grid.data` does so). Default: the
+                loader, from epoch to epoch.
 
-        data_iter: gives (inputs, target) of a micro-batch, `config.gradient_accumulation_steps` times; every rank
-        reads, and those of one pipeline read the same (`ShardedLoader` with `grid.data` does so). Default: the
-        loader's, from epoch to epoch. Raises as `step`, and PeerError if a rank is lost.
+        Returns:
+            The mean loss over micro-batches and ranks, on every rank. Under local steps the mean over this replica, so
+            that nothing is sent between replicas.
+
+        Raises:
+            RuntimeError: The model has no loss.
+            ValueError: There is no data, or too few micro-batches.
+            PeerError: A rank is lost. Other errors as `step`.
         """
         batches = self._take_batches(data_iter)
         self.train()
@@ -269,7 +313,7 @@ class Engine:
 
     @every_rank
     def eval_batch(self, data_iter: Iterator[pipeline.Batch] | None = None) -> Tensor:
-        """As `train_batch`, but nothing is trained: the mean loss over as many micro-batches as a step has."""
+        """Return the mean loss over as many micro-batches as a step has, without training. Arguments: `train_batch`."""
         batches, was_training = self._take_batches(data_iter), self.module.training
         self.eval()
         try:
@@ -297,7 +341,7 @@ class Engine:
         return batches
 
     def _own_batches(self) -> Iterator[pipeline.Batch]:
-        """The loader's, from where it stands."""
+        """Return the loader's batches, from its current position."""
         if self.loader is None:
             raise ValueError("train_batch() has nothing to read: pass data_iter, or training_data to initialize()")
         if self._batches is None:
@@ -305,7 +349,7 @@ class Engine:
         return self._batches
 
     def _mean_loss(self, mine: Tensor | None, transport: Transport) -> Tensor:
-        """Over the ranks that have one, in rank order: the same bits on all."""
+        """Return the mean over the ranks that have a loss, in rank order: equal bits on all. All ranks."""
         said = gather_bytes(transport, struct.pack("<?d", mine is not None, 0.0 if mine is None else float(mine)))
         losses = [loss for has_one, loss in (struct.unpack("<?d", row) for row in said) if has_one]
         return torch.tensor(sum(losses) / len(losses), dtype=torch.float32, device="cpu")
@@ -317,7 +361,7 @@ class Engine:
             )
 
     def _write_scalars(self, rate: float) -> None:
-        """For the monitors, against samples: of the step that was, this rank's mean loss, its rate and loss scale."""
+        """Write the last step's scalars to the monitors, against samples: this rank's mean loss, lr and loss scale."""
         if not self._monitors:
             return
         values = {"train_loss": float(self._loss), "lr": rate, "skipped_steps": float(self.skipped_steps)}
@@ -329,12 +373,12 @@ class Engine:
 
     @property
     def comm_ms(self) -> float:
-        """How long the last step waited for a dense optimizer's gradients; the others have it in their stats."""
+        """Milliseconds that the last step waited for gradients, with dense optimizers; others have it in stats."""
         return self.form.comm_ms
 
     @property
     def counts_micro_batches(self) -> bool:
-        """Whether step() finds the boundary itself, and nobody else has said where it is."""
+        """Whether step() finds the boundary itself, because the script has not set it."""
         return self._said_boundary is None
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -351,22 +395,26 @@ class Engine:
     # ---------------------------------------------------------------- modes and sizes
 
     def train(self, mode: bool = True) -> Engine:
-        """As the model's."""
+        """Set the model's mode, as `torch.nn.Module.train`.
+
+        Args:
+            mode: Whether to train. Default True.
+        """
         self.module.train(mode)
         return self
 
     @every_rank
     def eval(self) -> Engine:
-        """As the model's. Replicas that differ (local steps, buffers) are made the same first."""
+        """Set the model to evaluation. Replicas that differ (local steps, buffers) are made equal first. All ranks."""
         self.synchronise()
         return self.train(False)
 
     @every_rank
     def synchronise(self) -> None:
-        """Give every rank the same parameters, where local steps made them differ, and let go of gathered ones.
+        """Give every rank the same parameters, if local steps made them differ, and free gathered ones. All ranks.
 
-        Under local steps a round of all that replicas have moved: the parameters become the anchors.
-        Buffers as well: statistics of what each rank has seen on average, others rank 0's; see `onebit.sync_buffers`.
+        Under local steps this is a round over all moves of the replicas: the parameters become the anchors. Buffers
+        are made equal as well: running statistics are averaged, others take rank 0's values (`onebit.sync_buffers`).
         """
         self.let_go()
         self.form.synchronise()
@@ -376,12 +424,12 @@ class Engine:
         sync_tensors(buffers, averaged, self.grid.transports["replica"])
 
     def let_go(self) -> None:
-        """Of parameters that are gathered now."""
+        """Free the parameters that FSDP2 has gathered."""
         if self.stage is not None:
             fsdp.reshard(self.module)
 
     def agree_on_loss_scale(self) -> None:
-        """One for all ranks of this replica, the least of theirs. All of them."""
+        """Set the loss scale of all ranks of this replica to the least of theirs. All of them call it."""
         mine = self.fp16_scale
         states = self.form.model_parallel_group.gather(mine.value, mine.patience, mine.clean_steps)
         value, patience, clean_steps = min(states)
@@ -389,33 +437,40 @@ class Engine:
         self.fp16_scale = self.fp16_scale.with_state(least)
 
     def feature_of(self, kind: type[F]) -> F | None:
-        """The feature of this class, if it is on."""
+        """Return the active feature of this class, or None.
+
+        Args:
+            kind: Class of the feature.
+        """
         return next((feature for feature in self.active_features if isinstance(feature, kind)), None)
 
     def get_lr(self) -> list[float]:
-        """Of each group."""
+        """Return the learning rate of each group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Of the last step's mean gradient, before clipping: of those forms that clip, so that they know it.
+        """Return the norm of the last step's mean gradient before clipping, if it is known.
 
-        Exact with a dense optimizer and while gradients travel; where momentum does in their place, the estimate that
-        clips (`onebit/step/clip.py`), in a local step of 0/1 Adam each rank's own; under local steps of this
-        replica's own gradient. None without gradient_clipping, at stage 2 across nodes, after a step that was skipped,
-        and before the first.
+        | case | norm |
+        | --- | --- |
+        | dense optimizer, or a step that sends gradients | exact |
+        | a step that sends momentum | the estimate that clips (`onebit/step/clip.py`) |
+        | a local step of 0/1 Adam | each rank's own estimate |
+        | local steps | of this replica's gradient |
+        | no gradient_clipping, stage 2 across nodes, after a skipped step, before the first step | None |
         """
         return self.form.grad_norm
 
     def train_batch_size(self) -> int:
-        """Samples of a step, of all ranks."""
+        """Return the number of samples of a step, over all ranks."""
         return self.config.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch, of this rank."""
+        """Return the number of samples of a micro-batch on this rank."""
         return self.config.train_micro_batch_size_per_gpu
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
+        """Return the number of micro-batches of a step."""
         return self.config.gradient_accumulation_steps
 
     # ---------------------------------------------------------------- checkpoints
@@ -431,18 +486,26 @@ class Engine:
         *,
         in_background: bool = False,
     ) -> str:
-        """Write everything that a bit-identical continuation needs, to save_dir/step_...; its name. All ranks.
+        """Write everything that a bit-identical continuation needs, and return the checkpoint's name. All ranks.
 
-        It begins with `synchronise`: between the local steps of 0/1 Adam, an exchange that a run without checkpoints
-        does not make. Under local steps it exchanges nothing: the weights in it are the anchors, and every rank's own
-        state says how far it is from them. tag: a name of your own, whose checkpoint replaces the one of that name
-        before. client_state: the caller's own, of each rank; see `tree.pack`. save_latest: whether `load_checkpoint`
-        without a tag takes it.
-        exclude_frozen_parameters: leave out those that require no gradients, and load over a model that has them.
-        Where the configuration asks for gathered 16-bit weights, they are in save_dir/model.safetensors, those of the
-        newest checkpoint. The configuration's onebit.keep_checkpoints says how many without a tag stay. Raises
-        CheckpointError, on all ranks, between two micro-batches of one step, whose gradients a checkpoint does not
-        hold, and as `Checkpoints.save`.
+        It begins with `synchronise`: between the local steps of 0/1 Adam this is an exchange that a run without
+        checkpoints does not make. Under local steps nothing is exchanged: the checkpoint contains the anchors as
+        weights, and each rank's state contains its distance from them. The newest `onebit.keep_checkpoints` checkpoints
+        without a tag are kept. If the configuration asks for gathered 16-bit weights, those of the newest checkpoint
+        are in save_dir/model.safetensors.
+
+        Args:
+            save_dir: Folder of the checkpoints.
+            tag: A name, whose earlier checkpoint is replaced. Default None: step_ and the number of the step.
+            client_state: The caller's values, of each rank; see `tree.pack`. Default None.
+            save_latest: Whether `load_checkpoint` without a tag takes this one. Default True.
+            exclude_frozen_parameters: Leave out parameters that require no gradients; the model to load into must have
+                their values. Default False.
+            in_background: Whether to write while training goes on; see `wait_for_checkpoint`. Default False.
+
+        Raises:
+            CheckpointError: Called between two micro-batches of a step (a checkpoint contains no gradients), or as
+                `Checkpoints.save`. Raised on all ranks.
         """
         tag = tags.checked(tag, self.grid.world)
         checkpoints = self._in(Path(save_dir) / (tag or ""), keep=1 if tag else self.config.onebit.keep_checkpoints)
@@ -472,21 +535,31 @@ class Engine:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, object]:
-        """Continue from load_dir/tag, or its latest: (the folder, this rank's client_state); (None, None) without one.
+        """Continue from a checkpoint. All ranks.
 
-        Where load_dir/latest is lost, the newest checkpoint that is whole is taken, and rank 0 warns. Gradients of
-        micro-batches under way are dropped.
+        If load_dir/latest is lost, the newest complete checkpoint is taken, and rank 0 warns. Accumulated gradients of
+        an unfinished step are dropped.
 
-        On the grid that wrote it, to the bit. On any other, and in a form with the same state (`Form.same_state`):
-        moments to the bit, and of what was not yet sent every replica owes the mean, parameter by parameter
-        (`checkpoint/reshard.py`); a form with a fixed cut takes other numbers of replicas alone. Leave the samples of a
-        step as they were: then the loader goes on with the same steps.
+        On the grid that wrote it the continuation is exact to the bit. On another grid, and in a form with the same
+        state (`Form.same_state`), moments are exact and every replica takes the mean of the residuals, parameter by
+        parameter (`checkpoint/reshard.py`); a form with a fixed cut loads only if just the number of replicas changes.
+        Keep the global batch size and the data order resumes.
 
-        load_module_only: the weights alone, of any form and optimizer; all else is as it was. load_optimizer_states:
-        False: the same, and the counts, schedule, data position and random numbers; the optimizer starts anew.
-        load_lr_scheduler_states: False: the schedule stays as it is. load_module_strict: False: weights that either
-        side lacks are left alone; only without the optimizer's state. Raises CheckpointError, on all ranks, where it is
-        damaged, or of another model, form or optimizer.
+        Args:
+            load_dir: Folder of the checkpoints.
+            tag: Name of the checkpoint. Default None: the latest.
+            load_module_strict: False: ignore weights that the model or the checkpoint lacks; only possible without the
+                optimizer's state. Default True.
+            load_optimizer_states: False: load weights, counts, schedule, data position and random numbers; the
+                optimizer starts anew. Default True.
+            load_lr_scheduler_states: False: leave the schedule as it is. Default True.
+            load_module_only: Load only the weights, from any form and optimizer. Default False.
+
+        Returns:
+            The folder and this rank's client_state; (None, None) if there is no checkpoint.
+
+        Raises:
+            CheckpointError: It is damaged, or of another model, form or optimizer. Raised on all ranks.
         """
         contents = engine_state.Contents(
             optimizer=load_optimizer_states and not load_module_only,
@@ -494,14 +567,14 @@ class Engine:
             counts=not load_module_only,
             strict=load_module_strict,
         )
-        self._batches = None  # what it has read ahead is not what follows
+        self._batches = None  # batches read ahead belong to the old position
         folder, name = tags.find(Path(load_dir), tag, self.grid.world)
         if folder is None:
             return None, None
         return engine_state.load(self, self._in(folder), name, contents)
 
     def wait_for_checkpoint(self) -> None:
-        """Until what is written in the background is on disk."""
+        """Wait until checkpoints that are written in the background are on disk."""
         for checkpoints in self._checkpoints.values():
             checkpoints.wait()
 
@@ -514,10 +587,20 @@ class Engine:
         *,
         max_file_bytes: int | None = None,
     ) -> bool:
-        """Write the whole weights, floating-point ones in the dtype computed in, to one safetensors file. All ranks.
+        """Write the whole weights to a safetensors file, floating-point ones in the computing dtype. All ranks.
 
-        max_file_bytes: to several files in save_dir of at most so many bytes, with Hugging Face's index; no rank holds
-        more than one of them at a time. True. Raises ValueError where the name is that of another format.
+        Args:
+            save_dir: Folder of the file.
+            save_filename: Name of the file, ending in .safetensors. Default "model.safetensors".
+            exclude_frozen_parameters: Must be False; see `save_checkpoint`.
+            max_file_bytes: Write several files in save_dir of at most this many bytes, with Hugging Face's index; no
+                rank holds more than one of them at a time. Default None: one file.
+
+        Returns:
+            True.
+
+        Raises:
+            ValueError: The name is that of another format, or exclude_frozen_parameters is True.
         """
         if Path(save_filename).suffix != ".safetensors":
             raise ValueError(
@@ -538,7 +621,7 @@ class Engine:
         export_weights(self.module, path, self.grid.world, self.config.dtype, **options)
 
     def _in(self, folder: Path, keep: int | None = None) -> Checkpoints:
-        """One object for a folder, however it is spelled; it begins when what goes into others is on disk."""
+        """Return the one `Checkpoints` of a folder, after waiting for writes to other folders."""
         path = folder.resolve()
         for other, checkpoints in self._checkpoints.items():
             if other != path:
@@ -550,7 +633,7 @@ class Engine:
         return self._checkpoints[path]
 
     def close(self) -> None:
-        """Wait for checkpoints, then release the grid and offloaded state; parameters in files are lost. All ranks."""
+        """Wait for checkpoints, release the grid and offloaded state; parameters in files are lost. All ranks."""
         self.wait_for_checkpoint()
         self.form.close()
         self.grid.close()
