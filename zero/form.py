@@ -1,9 +1,9 @@
-"""The contract of a form: what a configuration makes of a model and its optimizer on this grid.
+"""The contract of a form: one way to shard a model, build its optimizer and take its steps on a grid of ranks.
 
-A form is a file in `forms/` and a line in `forms/__init__.py`. Its class methods are asked before anything is made:
-whether it fits, whether this model can have it, what it ignores, and how it is built. The object is what the engine
-asks in a step and for a checkpoint; the engine knows no form by name. Defaults are of a form in which all ranks take
-the same step.
+A form is a file in `forms/` and a line in `forms/__init__.py`. Its class methods are called before it is made: they
+decide whether it fits, check the model, list the options it ignores, and build it. The engine calls the object in a
+step and for a checkpoint, and knows no form by name. Defaults are those of a form in which all ranks take the same
+step.
 """
 
 from __future__ import annotations
@@ -35,13 +35,18 @@ _OF_ALL = {"sharding", "ranks_per_node", "tensor", "keep_checkpoints", "bucket_c
 
 @dataclass(frozen=True)
 class Given:
-    """What a form is built of.
+    """The inputs from which a form is built.
 
-    groups: the parameters to train, or groups of them, of the sharded model.
-    make: makes a dense optimizer of these, in place of the configuration's.
-    tensor_plan: see `tensor.parallelize`; needed if the tensor axis has several ranks.
-    fill: gives the sharded model its values, called as `materialize` with the grid's transport and a device.
-    ties: what this rank's pipeline stages share with others; None without a pipeline.
+    Attributes:
+        config: The configuration.
+        grid: The ranks.
+        model: The model, or this rank's stages of a pipeline.
+        groups: Returns the parameters to train, or groups of them, of the sharded model.
+        make: Makes a dense optimizer of these. Default None: the configuration's optimizer.
+        tensor_plan: See `tensor.parallelize`; needed if the tensor axis has several ranks. Default None.
+        fill: Gives the sharded model its values, called as `materialize` with the grid's transport and a device.
+            Default None: the model has them.
+        ties: Parameters that this rank's pipeline stages share with others. Default None: there is no pipeline.
     """
 
     config: Config
@@ -54,47 +59,60 @@ class Given:
     ties: Ties | None = None
 
     def optimizer(self, held: ModelParallelGroup, **options: Any) -> Callable[[ParamsT], torch.optim.Optimizer]:
-        """What makes the optimizer: `make`, or the configuration's with these options more.
+        """Return a function that makes the optimizer: `make`, or that of the configuration.
 
-        held: the ranks that hold this replica.
+        Args:
+            held: The ranks that hold this replica.
+            **options: Further options of the configuration's optimizer.
         """
         if self.make is not None:
             return self.make
-        whole = self.model if self.ties is None else None  # a stage's layers do not say which of them makes the outputs
+        whole = self.model if self.ties is None else None  # a stage does not know which layer makes the outputs
         options |= {"transport": self.grid.transport, "model_parallel_group": held, "model": whole}
         return lambda params: build_optimizer(choice_of(self.config), params, **options)
 
 
 class Form(ABC):
-    """What the engine drives, beside its model.
+    """One way to train a model on this grid. The engine drives it; `build` makes it.
 
-    optimizer: takes the steps.
-    stage: of `fsdp.begin_micro_batch`; None if the model did not go through FSDP2.
-    model_parallel_group: the ranks that hold this replica.
-    comm_ms: how long the last step waited for gradients that the form averages; optimizers that exchange have it in
-        their stats.
+    Args:
+        given: The inputs from which it is built.
+        optimizer: Takes the steps.
+        stage: Stage for `fsdp.begin_micro_batch`. Default None: the model did not go through FSDP2.
+        held: The ranks that hold this replica. Default None: this rank alone.
+
+    Attributes:
+        config: The configuration.
+        grid: The ranks.
+        module: The model, sharded.
+        ties: Parameters that pipeline stages share; None without a pipeline.
+        optimizer: Takes the steps.
+        stage: The same as the argument.
+        model_parallel_group: The ranks that hold this replica.
+        comm_ms: Milliseconds that the last step waited for gradients that the form averages. Optimizers that exchange
+            by themselves have it in their stats.
     """
 
     name: ClassVar[str]
-    """In checkpoints and messages."""
+    """Name of the form in checkpoints and messages."""
     example: ClassVar[Mapping[str, object]]
-    """Blocks of a configuration that take this form on any number of ranks; the tests of all forms run it."""
+    """Blocks of a configuration that has this form on any number of ranks; the tests of all forms run it."""
     keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys of the block "onebit" that this form acts on, beside those of all forms."""
+    """Keys of the block "onebit" that this form acts on, in addition to those of all forms."""
     sends: ClassVar[str] = ""
-    """What it does in place of communication_data_type; empty: as that says."""
+    """For warnings: its substitute for communication_data_type. Empty: it follows that option."""
     sends_dtype: ClassVar[str | None] = None
-    """The communication_data_type that is what it does."""
+    """The communication_data_type that matches `sends`, which is not worth a warning."""
     same_state: ClassVar[frozenset[str]] = frozenset()
-    """Names of other forms whose optimizers keep the same state, of other slices."""
+    """Names of other forms with the same optimizer state, cut into other slices."""
     fixed_cut: ClassVar[str] = ""
-    """For errors: what keeps its state from another cut of the model, so that just the replicas' number may change."""
+    """For errors: why its state loads only into the same cut of the model, with another number of replicas."""
     steps_apart: ClassVar[bool] = False
-    """Whether replicas take steps by themselves: gradients stay in a replica, which skips alone, with its own scale."""
+    """Whether replicas take steps apart: gradients stay in a replica, which skips alone and has its own loss scale."""
     averages_gradients: ClassVar[bool] = False
-    """Whether gradients are averaged in front of the optimizer, which does not exchange."""
+    """Whether gradients are averaged before the optimizer's step, and the optimizer sends nothing."""
     has_plain_state: ClassVar[bool] = False
-    """Whether the optimizer's state may be set: none of it is bound up with what was sent."""
+    """Whether the optimizer's state may be replaced, because no part of it depends on earlier messages."""
     divides_state: ClassVar[bool] = False
     """Whether masters and moments are divided over replicas."""
 
@@ -118,14 +136,27 @@ class Form(ABC):
     @classmethod
     @abstractmethod
     def fits(cls, config: Config, shape: GridShape) -> bool:
-        """Whether this configuration takes this form on this grid, if no form before it in the list does. Pure.
+        """Whether this configuration has this form on this grid, if no earlier form in `FORMS` fits. Pure.
 
-        Raises ValueError if it must, and cannot.
+        Args:
+            config: The configuration.
+            shape: Number of ranks along each axis.
+
+        Raises:
+            ValueError: The configuration asks for this form, but the grid or other options rule it out.
         """
 
     @classmethod
     def check(cls, given: Given) -> None:
-        """Raise ValueError or TypeError if the model or grid cannot have this form. No communication."""
+        """Raise an error if the model or grid cannot have this form. No communication.
+
+        Args:
+            given: The inputs from which it would be built.
+
+        Raises:
+            ValueError: The model, grid or configuration does not fit.
+            TypeError: A parameter has a dtype that does not fit.
+        """
         config, shape = given.config, given.grid.shape
         if is_plain(config) and shape.size("shard") > 1:
             raise ValueError(
@@ -147,7 +178,12 @@ class Form(ABC):
 
     @classmethod
     def without_effect(cls, config: Config, shape: GridShape) -> list[str]:
-        """What a configuration asks for, other than the default, that this form does not do; one line each."""
+        """Return one line for each option that is set to another value than its default but has no effect here.
+
+        Args:
+            config: The configuration.
+            shape: Number of ranks along each axis.
+        """
         ours, lines = config.onebit, []
         for name in (f.name for f in fields(ours) if f.name not in cls.keys | _OF_ALL):
             if getattr(ours, name) != getattr(Onebit(), name):
@@ -164,36 +200,45 @@ class Form(ABC):
 
     @classmethod
     def sum_dtype(cls, config: Config) -> torch.dtype:
-        """In which the gradients of micro-batches add up."""
+        """Return the dtype in which gradients of micro-batches add up."""
         return torch.float32
 
     @classmethod
     @abstractmethod
     def build(cls, given: Given) -> Form:
-        """Shard the model in place, fill it, and make its optimizer. All ranks; the order of messages is the same."""
+        """Shard the model in place, fill it, and make its optimizer. All ranks, with messages in the same order.
+
+        Args:
+            given: The inputs from which it is built.
+        """
 
     # ---------------------------------------------------------------- a step
 
     def set_grad_scale(self, scale: float) -> None:
-        """Before a backward pass: the loss scale that its gradients have. Some leave during the pass."""
+        """Set the loss scale of the next backward pass, before it begins, as some gradients leave during the pass."""
         # The optimizers read it as GradScaler sets it.
         self.optimizer.grad_scale = torch.tensor(scale, dtype=torch.float32, device="cpu")  # type: ignore[attr-defined]
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Around a backward pass whose gradients only add up, and travel between replicas with a later one."""
+        """Wrap a backward pass that only accumulates; its gradients are sent between replicas with a later pass."""
         return cast(AbstractContextManager[None], self.optimizer.no_sync())  # type: ignore[attr-defined]
 
     @abstractmethod
     def step(self, number: int, scale: float) -> bool:
-        """Average over ranks, clip, and update the parameters, unless a gradient is not finite: whether it is skipped.
+        """Average over ranks, clip, and update the parameters, unless a gradient is not finite. All ranks.
 
-        number: of the step, from 1. scale: the loss scale. All ranks.
+        Args:
+            number: Number of the step, from 1.
+            scale: The loss scale.
+
+        Returns:
+            Whether the step was skipped.
         """
 
     @property
     @abstractmethod
     def grad_norm(self) -> float | None:
-        """The norm before clipping, of the last step; None if it is not known."""
+        """Gradient norm of the last step before clipping; None if it is not known."""
 
     @property
     def peers(self) -> Transport:
@@ -204,47 +249,60 @@ class Form(ABC):
 
     def synchronise(self) -> None:
         """Give all replicas the same parameters, if steps made them differ. All ranks."""
-        if hasattr(self.optimizer, "sync"):  # of those whose replicas may differ
+        if hasattr(self.optimizer, "sync"):  # only optimizers with replicas that may differ have it
             self.optimizer.sync()
 
     def adopt_parameters(self) -> None:  # noqa: B027
-        """Parameters were written outside of a step, the same ones on all ranks. All ranks."""
+        """Take over parameters that were written outside of a step, with equal values on all ranks. All ranks."""
 
     def weights_were_loaded(self) -> None:  # noqa: B027
-        """As a checkpoint begins to be taken over, whose weights are in the model."""
+        """Take over the model's weights, which a checkpoint has filled; its optimizer state is loaded after that."""
 
     def shown(self) -> AbstractContextManager[None]:
-        """In here the model has weights on which all replicas agree."""
+        """Within this context the model has weights that are equal in all replicas."""
         return nullcontext()
 
     def close(self) -> None:  # noqa: B027
-        """Release what the grid does not. All ranks."""
+        """Release resources that the grid does not own. All ranks."""
 
     # ---------------------------------------------------------------- checkpoints
 
     @property
     def shares_state(self) -> bool:
-        """Whether the optimizer's state is written once, by name, as the weights are; else each rank's own is."""
+        """Whether the optimizer's state is written once, by name, like the weights; else each rank writes its own."""
         return False
 
     def optimizer_name(self) -> str:
-        """In a checkpoint's stamp."""
+        """Return the optimizer's name for a checkpoint's stamp."""
         return type(stepping(self.optimizer)).__name__
 
     def masters(self) -> dict[str, Tensor]:
-        """Weights in float32 by all names of their parameters, if the model has rounded ones."""
+        """Return float32 weights by all names of their parameters, if the model's are rounded; else {}."""
         return {}
 
     def state(self) -> tuple[dict[str, Tensor], StateDict]:
-        """The optimizer's: (tensors by name, written once, sharded as the parameters; the rest, each rank's own)."""
+        """Return the optimizer's state in two parts.
+
+        Returns:
+            Tensors by name, sharded as the parameters, which are written once; and the rest, which each rank writes.
+        """
         return {}, self.optimizer.state_dict()
 
     def load_shared(self, tensors: dict[str, Tensor], rest: dict[str, object]) -> None:
-        """Take back a shared `state`: tensors that a checkpoint has filled, and the rest of all ranks."""
+        """Load a shared `state`.
+
+        Args:
+            tensors: Its tensors, which a checkpoint has filled.
+            rest: The rest, of all ranks.
+        """
         raise NotImplementedError(f"{type(self).__name__} shares no state")
 
     def load_own(self, states: Sequence[StateDict]) -> None:
-        """Take over the states of all replicas with this rank's part of the model, in order. Of as many: to the bit."""
+        """Load the states of all replicas; exact to the bit if their number has not changed.
+
+        Args:
+            states: One of each replica, in order, for this rank's part of the model.
+        """
         if len(states) == self.grid.shape.size("replica"):
             self.optimizer.load_state_dict(states[self.grid.coordinates["replica"]])
         else:
@@ -252,24 +310,24 @@ class Form(ABC):
 
 
 def choice_of(config: Config) -> OptimizerChoice:
-    """The configuration's optimizer. Raises ValueError without one."""
+    """Return the configuration's optimizer. Raises ValueError if it has none."""
     if config.optimizer is None:
         raise ValueError('no optimizer: write a block "optimizer" into the configuration, or pass optimizer=')
     return config.optimizer
 
 
 def is_plain(config: Config) -> bool:
-    """Whether nothing is sharded and nothing computed in another dtype: the model stays as it is."""
+    """Whether the model stays as it is: nothing is sharded, and the computing dtype is float32."""
     return config.zero_optimization.stage == 0 and config.dtype == torch.float32
 
 
 def offloads(config: Config) -> bool:
-    """Whether optimizer state or parameters are asked for in host memory or files."""
+    """Whether the configuration keeps optimizer state or parameters in host memory or files."""
     zero = config.zero_optimization
     return not zero.offload_optimizer.device == zero.offload_param.device == "none"
 
 
 def pins(config: Config) -> bool:
-    """Whether host memory is pinned: unless a block that offloads says otherwise."""
+    """Whether host memory is pinned, i.e. no block that offloads sets pin_memory to false."""
     zero = config.zero_optimization
     return all(block.pin_memory for block in (zero.offload_optimizer, zero.offload_param) if block.device != "none")

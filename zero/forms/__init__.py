@@ -1,4 +1,4 @@
-"""The registry of forms: which one a configuration takes on this grid, and what it makes.
+"""The registry of forms: chooses the form of a configuration on this grid, and builds it.
 
     local        Adam, AdamW, LaProp,     as dense inside a replica; between replicas `LocalSteps` exchanges differences
                  Lamb, local_steps        every N steps, and no gradients
@@ -10,7 +10,7 @@
                  stage in bf16 and fp16   the local shards, between nodes. Masters are float32, computing is in dtype
     inter_node   stages 1 and 2           `sharded/`: sharding itself crosses the slow network, in one bit and four
 
-A new form is a file beside this one, whose class keeps the contract in `../form.py`, and a line in `FORMS`.
+To add a form, write a file in this folder with a class that implements `../form.py`, and a line in `FORMS`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,19 @@ FORMS: tuple[type[Form], ...] = (
     IntraNode,
     InterNode,
 )
-"""In the order in which they are asked."""
+"""All forms, in the order in which `choose` tries them."""
 
 
 def choose(config: Config, shape: GridShape) -> type[Form]:
-    """The first form that fits this grid. Raises ValueError if there is none. Pure."""
+    """Return the first form that fits this grid. Pure.
+
+    Args:
+        config: The configuration.
+        shape: Number of ranks along each axis.
+
+    Raises:
+        ValueError: No form fits.
+    """
     for form in FORMS:
         if form.fits(config, shape):
             return form
@@ -61,9 +69,17 @@ def choose(config: Config, shape: GridShape) -> type[Form]:
 
 
 def shard_ranks(config: Config, launch: Launch) -> int:
-    """Ranks along the shard axis: those of a node, or all where gradients are averaged in full, as far as a stage has.
+    """Return the number of ranks along the shard axis, after the tensor axis has taken its ranks.
 
-    The tensor axis takes its own first.
+    These are the ranks of a node, or all ranks if gradients are averaged in full precision; at most those of a pipeline
+    stage. 1 at stage 0 and in the form inter_node.
+
+    Args:
+        config: The configuration.
+        launch: World size and ranks of a node, from the launcher.
+
+    Raises:
+        ValueError: onebit.tensor does not divide the ranks of a node.
     """
     is_in_nodes = config.onebit.local_steps.is_on or (config.optimizer is not None and config.optimizer.is_one_bit)
     if config.zero_optimization.stage == 0 or (is_in_nodes and config.onebit.sharding == "inter_node"):
@@ -81,8 +97,8 @@ def shard_ranks(config: Config, launch: Launch) -> int:
 def _begin_equal(model: nn.Module, grid: Grid) -> None:
     """Give every rank the values of its stage's first rank, if they are not the same already. All ranks.
 
-    Sends votes alone if ranks have loaded the same file or used the same seed. Raises ValueError, on all
-    ranks, if names, shapes or dtypes of parameters differ.
+    If ranks have loaded the same file or used the same seed, only votes are sent. Raises ValueError, on all ranks, if
+    names, shapes or dtypes of parameters differ.
     """
     params = {name: p for name, p in model.named_parameters() if not p.is_meta}
     lines = [f"{name}: {p.dtype} {tuple(p.shape)}" for name, p in params.items()]
@@ -100,7 +116,15 @@ def _begin_equal(model: nn.Module, grid: Grid) -> None:
 
 
 def build(given: Given) -> Form:
-    """Rank 0's values to all ranks; then shard the model in place and make its optimizer. All ranks."""
+    """Send rank 0's values to all ranks, shard the model in place, and make its optimizer. All ranks.
+
+    Args:
+        given: The inputs from which the form is built.
+
+    Raises:
+        ValueError: No form fits, or the model does not fit the form or differs between ranks.
+        TypeError: A parameter has a dtype that does not fit the form.
+    """
     config, grid, model = given.config, given.grid, given.model
     form = choose(config, grid.shape)
     form.check(given)

@@ -1,7 +1,7 @@
-"""The form "dense": Adam, AdamW, LaProp, Lamb, and optimizers that were handed over, under FSDP2 or as they are.
+"""The form "dense": Adam, AdamW, LaProp, Lamb, and the caller's optimizers, under FSDP2 or without it.
 
-Gradients are averaged in float32, inside a node by FSDP2 and between replicas by `onebit.dense`. Here are the vote on
-overflow, clipping, and a state that loads into any other sharding.
+Gradients are averaged in float32, inside a node by FSDP2 and between replicas by `onebit.dense`. This file has the vote
+on overflow, clipping, and a state that loads into any other sharding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Dense(InNode):
-    """Gradients are averaged in front of an optimizer that does not exchange."""
+    """Averages gradients before the step of an optimizer that sends nothing itself."""
 
     name = "dense"
     example: ClassVar[Mapping[str, object]] = {
@@ -87,7 +87,7 @@ class Dense(InNode):
         make, params = given.optimizer(held), given.groups(given.model)
         if not uses_files(given.config):
             return make(params)
-        # Each rank has files of the state of its own shards.
+        # Each rank keeps the state of its own shards in files.
         block = given.config.zero_optimization.offload_optimizer
         return Offload(
             params,
@@ -100,13 +100,13 @@ class Dense(InNode):
         )
 
     def averaged(self) -> list[Tensor]:
-        """The parameters whose gradients are averaged between replicas here."""
+        """Return the parameters with gradients that this form averages between replicas."""
         return dense.parameters(self.optimizer)
 
     # ---------------------------------------------------------------- a step
 
     def set_grad_scale(self, scale: float) -> None:
-        """Not the optimizer's: `step` takes the scale out."""
+        """Do nothing: `step` divides by the scale, and the optimizer does not know it."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._averager.no_sync()
@@ -120,7 +120,7 @@ class Dense(InNode):
         if is_finite:
             self.optimizer.step()
         else:
-            # Gradients were averaged before: what is bad is so on all ranks.
+            # Gradients were averaged before, so bad ones are bad on all ranks.
             bad = dense.bad_in(self.module)
             self._skips.tell(world.rank, number, bad if world.rank == 0 else [], "all ranks skip the step")
         self._skips.observe(not is_finite, bad, world)
@@ -153,10 +153,10 @@ class Dense(InNode):
         set_optimizer_state_dict(self.module, self.optimizer, flat, options=_FLAT)
 
     def _flat_masters(self) -> dict[str, Tensor]:
-        """By their names in torch's flat state dict."""
+        """Return the masters by their names in torch's flat state dict."""
         return {f"state.{name}.{MASTER}": x for name, x in self.masters().items()}
 
     def load_own(self, states: Sequence[StateDict]) -> None:
         is_same = len(states) == self.grid.shape.size("replica")
-        # The same in all replicas.
+        # All replicas have the same state, so another number of them loads the first.
         self.optimizer.load_state_dict(states[self.grid.coordinates["replica"] if is_same else 0])

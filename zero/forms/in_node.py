@@ -1,7 +1,6 @@
-"""The model as it is, or under FSDP2 over the ranks of a node, and an optimizer of this rank's shards.
+"""The base of most forms: the model as it is, or under FSDP2 over the ranks of a node; an optimizer of local shards.
 
-What most forms are built on. Masters are float32, computing is in the configuration's dtype; between nodes each form
-has its own way.
+Masters are float32, and the model computes in the configuration's dtype. Each form has its own exchange between nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ..pipeline.layers import Stage, parts_of
 
 
 class InNode(Form):
-    """A form in which nodes hold replicas."""
+    """A form in which nodes hold replicas: sharding stays inside them."""
 
     @classmethod
     def build(cls, given: Given) -> Form:
@@ -49,7 +48,12 @@ class InNode(Form):
 
     @classmethod
     def make_optimizer(cls, given: Given, held: ModelParallelGroup) -> torch.optim.Optimizer:
-        """Of the sharded model. held: the ranks that hold this replica."""
+        """Make the optimizer of the sharded model.
+
+        Args:
+            given: The inputs from which the form is built.
+            held: The ranks that hold this replica.
+        """
         return given.optimizer(held)(given.groups(given.model))
 
     @classmethod
@@ -63,19 +67,19 @@ class InNode(Form):
 
     @classmethod
     def params_in_files(cls, config: Config, shape: GridShape) -> list[str]:
-        """If offload_param asks for files: what is done in another way, one line each."""
+        """Return one line for each deviation from offload_param with device nvme, which the configuration has."""
         return ["offload_param.device nvme: the parameters' shards are in host memory, as with cpu"]
 
     @classmethod
     def share_on_host(cls, config: Config) -> float:
-        """Of the shards' elements, which FSDP2 offloads and the optimizer steps in host memory."""
+        """Return the share of the shards' elements, 0 to 1, that FSDP2 offloads and the optimizer steps on the host."""
         if not offloads(config):
             return 0.0
         return 1.0 if cls.why_all_on_host(config) else config.zero_optimization.offload_optimizer.ratio
 
     @classmethod
     def why_all_on_host(cls, config: Config) -> str:
-        """Whatever the ratio is; empty if it has its effect."""
+        """Return the reason why offload_optimizer.ratio has no effect and all is offloaded; "" if it has one."""
         zero = config.zero_optimization
         if zero.offload_param.device != "none":
             return "offload_param keeps all shards in host memory, and they are the masters"
@@ -92,12 +96,19 @@ class InNode(Form):
 
 
 def uses_files(config: Config) -> bool:
-    """Whether the optimizer's state is asked for in files."""
+    """Whether the configuration keeps the optimizer's state in files."""
     return config.zero_optimization.offload_optimizer.device == "nvme"
 
 
 def fill(values: Callable[..., object], grid: Grid, model: nn.Module, on_host: float) -> None:
-    """Values for what this rank holds; what was the same in files is the same on all ranks."""
+    """Give this rank's part of the model its values. All ranks.
+
+    Args:
+        values: Called with the model, a transport and a device, as `materialize`.
+        grid: The ranks.
+        model: The sharded model, modified in place.
+        on_host: Share of its elements in host memory. If it is between 0 and 1, the rest moves to the device after.
+    """
     values(model, transport=grid.world, device=torch.device("cpu") if on_host > 0.0 else grid.device)
     if 0.0 < on_host < 1.0:
         for part in parts_of(model):
@@ -105,7 +116,7 @@ def fill(values: Callable[..., object], grid: Grid, model: nn.Module, on_host: f
 
 
 def patch_zero_grad(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """optimizer.zero_grad() drops what FSDP2 has not reduced as well: at stage 1 all but the last micro-batch."""
+    """Make optimizer.zero_grad() also drop unreduced gradients of FSDP2: at stage 1 all but the last micro-batch's."""
     its_own = optimizer.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:

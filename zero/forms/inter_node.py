@@ -1,4 +1,4 @@
-"""The form "inter_node": stages 1 and 2 with one rank a node. Sharding itself crosses the network (`sharded/`).
+"""The form "inter_node": stages 1 and 2 with one rank per node. Sharding itself crosses the network (`sharded/`).
 
 Gradients go to their owners in one bit, differences of parameters come back in four.
 """
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class InterNode(OneBit):
-    """All nodes together hold the state once."""
+    """Shards the optimizer state over all nodes, which together hold it once."""
 
     name = "inter_node"
     example: ClassVar[Mapping[str, object]] = {
@@ -73,7 +73,7 @@ class InterNode(OneBit):
     @classmethod
     def without_effect(cls, config: Config, shape: GridShape) -> list[str]:
         lines, choice = super().without_effect(config, shape), choice_of(config)
-        # The variance never freezes here: what is said of its end has no effect, but that it shortens the warm-up.
+        # The variance never freezes here, so options of its freezing have no effect, but may shorten the warm-up.
         params, sharded = choice.params, _sharded_form(choice)
         names, steps = list(sharded.without_effect), getattr(params, sharded.warmup)
         if isinstance(steps, int) and steps > WARMUP_STEPS and not sharded.counts_from_warmup(params):
@@ -107,7 +107,16 @@ class InterNode(OneBit):
 
 
 def make_optimizer(config: Config, grid: Grid, params: ParamsT) -> ShardedOnebitOptimizer:
-    """The configuration's optimizer, in the form that is sharded across nodes. All ranks."""
+    """Make the configuration's optimizer in its form that is sharded across nodes. All ranks.
+
+    Args:
+        config: The configuration.
+        grid: The ranks.
+        params: Parameters or groups.
+
+    Raises:
+        ValueError: The optimizer has no such form.
+    """
     ours, stage = config.onebit, config.zero_optimization.stage
     if stage == 2 and config.gradient_clipping > 0:
         stage = 1

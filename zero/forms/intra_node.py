@@ -14,7 +14,7 @@ from .replicated import Replicated
 
 
 class IntraNode(Replicated):
-    """Every node holds all of the model."""
+    """Shards the model inside each node, so that every node holds all of it."""
 
     name = "intra_node"
     example: ClassVar[Mapping[str, object]] = {
@@ -30,7 +30,7 @@ class IntraNode(Replicated):
         if stage == 0:
             return True
         has_shards, is_alone = shape.size("shard") > 1, shape.size("shard") == shape.size("replica") == 1
-        # A stage's only rank has all that is to be shared out, and crosses no network for it.
+        # A lone rank of a stage has the whole stage: it shards over itself and sends nothing.
         has_other_form = (
             stage < 3 and config.pipeline.ranks == 1 and choice is not None and choice.entry.sharded is not None
         )

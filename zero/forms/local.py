@@ -1,7 +1,7 @@
 """The form "local": as "dense" inside a replica; between replicas `LocalSteps` exchanges differences, and no gradients.
 
-Between rounds nothing travels between replicas, the engine's own votes included: whether a step is good, its norm and
-its loss scale are settled by the ranks that hold one replica.
+Between rounds nothing is sent between replicas, not even the engine's votes: the ranks of each replica decide whether a
+step counts, its norm and its loss scale.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BUFFERS = "engine_buffers"
 
 
 class Local(InNode):
-    """Replicas take steps by themselves; every few steps they exchange differences."""
+    """Lets replicas take steps apart, and exchanges their differences every few steps."""
 
     name = "local"
     example: ClassVar[Mapping[str, object]] = {
@@ -92,7 +92,7 @@ class Local(InNode):
     def make_optimizer(cls, given: Given, held: ModelParallelGroup) -> LocalSteps:
         inner = super().make_optimizer(given, held)
         grid, ours, asked = given.grid, given.config.onebit, given.config.onebit.local_steps
-        # A round that stays under way must not meet other messages: it has a process group to itself.
+        # A round that stays under way must not mix with other messages, so it has its own process group.
         between = grid.transport if asked.delay == 0 else grid.world.split(grid.shape.along("replica", grid.world.rank))
         return LocalSteps(
             inner,
@@ -118,7 +118,10 @@ class Local(InNode):
     # ---------------------------------------------------------------- a step
 
     def set_grad_scale(self, scale: float) -> None:
-        """Without a loss scale local steps rest until the next round after a gradient that is not finite."""
+        """Set the loss scale in float16 only: without one, `LocalSteps` pauses after a non-finite gradient.
+
+        It then takes no local steps until the next round.
+        """
         if self.config.fp16.enabled:
             super().set_grad_scale(scale)
 
@@ -129,9 +132,9 @@ class Local(InNode):
         return self.optimizer.stats.skipped_steps > before
 
     def _clip(self, scale: float, max_norm: float) -> float | None:
-        """Clip this replica's gradients by their norm over all its ranks: the norm, without loss scale.
+        """Clip this replica's gradients by their norm over all its ranks, and return the norm without loss scale.
 
-        None without clipping, and if the norm is not finite: then gradients become NaN, and `step` leaves them out.
+        Returns None without clipping, and if the norm is not finite: then gradients become NaN, and `step` skips them.
         """
         if max_norm <= 0:
             return None
@@ -157,7 +160,7 @@ class Local(InNode):
         self.optimizer.adopt_parameters()
 
     def shown(self) -> AbstractContextManager[None]:
-        """Between rounds the anchors."""
+        """Show the anchors, between rounds."""
         return self.optimizer.anchors()
 
     def close(self) -> None:
@@ -168,7 +171,7 @@ class Local(InNode):
         return f"{super().optimizer_name()} around {type(self.optimizer.inner).__name__}"
 
     def state(self) -> tuple[dict[str, Tensor], StateDict]:
-        """Tensors are this rank's local elements, and stay as they are while the parameters show the anchors."""
+        """Return the state with this rank's local tensors, copied if showing the anchors would change them."""
         state = self.optimizer.state_dict()
         entries = {
             number: {name: local(x) if isinstance(x, Tensor) else x for name, x in entry.items()}
@@ -194,7 +197,7 @@ class Local(InNode):
 
 @dataclass(frozen=True)
 class _Sharded(Sequence[StateDict]):
-    """The states of some ranks as the optimizer has its own, each when it is asked for."""
+    """The states of some ranks in the optimizer's own layout, each converted on access."""
 
     optimizer: LocalSteps
     states: Sequence[StateDict]
@@ -207,7 +210,7 @@ class _Sharded(Sequence[StateDict]):
 
 
 def _sharded(optimizer: LocalSteps, state: StateDict) -> StateDict:
-    """What `Local.state` gave, with the inner optimizer's tensors as DTensors where the parameters are."""
+    """Convert a state of `Local.state`: the inner optimizer's tensors become DTensors if the parameters are."""
     state = {name: value for name, value in state.items() if name != _BUFFERS}
     if not dense.has_sharded_state(optimizer.inner):
         return state

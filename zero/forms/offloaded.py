@@ -1,8 +1,8 @@
 """Parameters in files: `offload_param` with device nvme, for a dense optimizer. In checkpoints it is "dense".
 
-`Offload` in mode full takes the place of FSDP2: parameters are plain, come module by module from a file, and their
-gradients leave for it. Several ranks are replicas: each has files of all of it, and a step averages gradients first.
-What is cut along layers or stages, or one-bit, is FSDP2's, in host memory.
+`Offload` in mode "full" replaces FSDP2: parameters are plain tensors and are read from a file module by module, and
+gradients are written to it. Several ranks are replicas: each has files of everything, and a step averages gradients
+first. With a tensor or pipeline axis, or a one-bit optimizer, FSDP2 keeps the shards in host memory instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .dense import Dense
 
 
 class Offloaded(Dense):
-    """Each rank has files of all parameters, gradients and state."""
+    """Keeps all parameters, gradients and state in files of each rank."""
 
     optimizer: Offload
     example: ClassVar[Mapping[str, object]] = {
@@ -69,7 +69,7 @@ class Offloaded(Dense):
 
     @classmethod
     def build(cls, given: Given) -> Form:
-        """Gradients add up in float32, and masters keep the values from before the cast, as under FSDP2."""
+        """Build `Offload`. Gradients add up in float32, and masters keep the values before the cast, as under FSDP2."""
         config, grid, held = given.config, given.grid, given.grid.model_parallel_group
         params = config.zero_optimization.offload_param
 
@@ -94,11 +94,11 @@ class Offloaded(Dense):
         return cls(given, optimizer, None, held)
 
     def averaged(self) -> list[Tensor]:
-        """None: gradients are where the parameters are, and `Offload` averages them."""
+        """Return none: gradients are with the parameters, and `Offload` averages them."""
         return []
 
     def step(self, number: int, scale: float) -> bool:
-        """`Offload` averages, looks at the gradients, clips, and skips."""
+        """Take the step: `Offload` averages, checks, clips, and skips."""
         stats, world = self.optimizer.stats, self.grid.world
         before, waited_s = stats.skipped_steps, stats.network_s
         dense.said_in_step(self.optimizer, world, number, b"")
@@ -113,14 +113,14 @@ class Offloaded(Dense):
         self.optimizer.round_masters()
 
     def masters(self) -> dict[str, Tensor]:
-        """In checkpoints they are the model's weights."""
+        """Return the masters, which a checkpoint contains as the model's weights."""
         masters = {p: entry[MASTER] for p, entry in self.optimizer.state.items() if MASTER in entry}
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: masters[p] for name, p in named if p in masters}
 
     def state(self) -> tuple[dict[str, Tensor], StateDict]:
         if self.shares_state:
-            self.optimizer.begin_state()  # torch would do so by a step, of gradients as large as the model
+            self.optimizer.begin_state()  # torch would take a step instead, with gradients as large as the model
             return super().state()
         found: dict[str, Any] = self.optimizer.state_dict()
         entries = found["state"].items()

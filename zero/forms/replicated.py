@@ -1,6 +1,6 @@
 """The form "replicated": stage 0 in float32. The model as it is; a one-bit optimizer sends buckets during backward.
 
-`OneBit` is the step of all three one-bit forms: the optimizer exchanges, votes, clips and skips by itself.
+`OneBit` is the base of all three one-bit forms: the optimizer exchanges, votes, clips and skips by itself.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .in_node import InNode, uses_files
 
 
 class OneBit(Form):
-    """A form whose optimizer does the data-parallel traffic."""
+    """A form with an optimizer that does the data-parallel exchange."""
 
-    optimizer: Any  # whose stats tell what the step did
+    optimizer: Any  # has stats
     keys = frozenset(
         {
             "codec", "warmup_codec", "compression", "error_dtype", "block", "variance_floor", "check_replicas_every",
@@ -36,7 +36,7 @@ class OneBit(Form):
         self.optimizer.step()
         is_skipped = bool(self.optimizer.stats.skipped_steps > before)
         if self.config.fp16.enabled:
-            # In a local step of 0/1 Adam a replica drops its own gradients and says nothing: the scale must not differ.
+            # In a local step of 0/1 Adam a replica drops its gradients silently; loss scales must not differ.
             is_skipped = any(said != b"\0" for said in gather_bytes(self.grid.world, bytes([is_skipped])))
         return is_skipped
 
@@ -47,7 +47,7 @@ class OneBit(Form):
 
 
 class Replicated(OneBit, InNode):
-    """Every rank holds all of the model."""
+    """Keeps the whole model on every rank."""
 
     name = "replicated"
     example: ClassVar[Mapping[str, object]] = {
