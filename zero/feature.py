@@ -1,8 +1,8 @@
-"""The contract of a feature: what a block of the configuration adds around the steps of any form.
+"""The contract of a feature: additions to the steps of any form, which a block of the configuration turns on.
 
-A feature is a file in `features/` and a line in `features/__init__.py`; what it does is in a room that needs no engine.
-An engine has those that its configuration or its model asks for, and none in a plain run. Every method does nothing
-unless a feature says otherwise; the order is that of the methods here.
+A feature is a file in `features/` and a line in `features/__init__.py`; its implementation is in a folder that needs no
+engine. An engine has the features that its configuration or its model asks for, and none in a plain run. Every method
+does nothing unless a feature overrides it. In `initialize` and in a step they are called in the order below.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ F = TypeVar("F", bound="Feature")
 
 @dataclass(frozen=True)
 class Asked:
-    """What a feature is asked with, before anything is sharded or sent.
+    """The inputs of `Feature.of`, before anything is sharded or sent.
 
-    outline: the model, or all layers of a pipeline without values.
-    lr_scheduler: what the caller gave; None: nothing.
-    tensor_plan: how tensor-parallel ranks divide the layers.
+    Attributes:
+        config: The configuration.
+        outline: The model, or all layers of a pipeline without values.
+        rank: This rank.
+        lr_scheduler: The caller's schedule, or a function that makes one. Default None.
+        tensor_plan: How tensor-parallel ranks divide the layers. Default None.
     """
 
     config: Config
@@ -45,7 +48,7 @@ class Asked:
 
 
 class Feature:
-    """One feature of one engine."""
+    """One feature of one engine. `of` makes it; all ranks call its methods."""
 
     blocks: ClassVar[tuple[str, ...]]
     """Its keys at the top level of the configuration."""
@@ -56,51 +59,82 @@ class Feature:
 
     @classmethod
     def of(cls, asked: Asked) -> Feature | None:
-        """The feature, if it is asked for. Raises ValueError if this model or configuration cannot have it."""
+        """Return the feature if it is asked for, else None.
+
+        Args:
+            asked: Configuration, model and arguments.
+
+        Raises:
+            ValueError: This model or configuration cannot have it.
+        """
         raise NotImplementedError
 
     def prepare(self, model: nn.Module, grid: Grid, *, is_part: bool) -> None:
-        """Change the model in place, before it is sharded. is_part: it is a pipeline's stage."""
+        """Change the model in place, before it is sharded.
+
+        Args:
+            model: The model, or this rank's stages.
+            grid: The ranks.
+            is_part: Whether it is a pipeline's stage.
+        """
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-        """The schedule, if this feature sets the learning rates."""
+        """Return a schedule if this feature sets the learning rates, else None."""
 
     def loader(
         self, grid: Grid, dataset: Dataset[object], collate_fn: Callable[[list[Any]], object] | None, seed: int
     ) -> Loader | None:
-        """This rank's loader, if this feature chooses samples."""
+        """Return this rank's loader if this feature chooses samples, else None.
+
+        Args:
+            grid: The ranks.
+            dataset: The training data.
+            collate_fn: As in DataLoader; None: torch's default.
+            seed: Seed of the data order.
+        """
 
     def begin(self, engine: Engine) -> None:
-        """The engine is made, and has taken no step."""
+        """Set up with the new engine, before its first step."""
 
     # ---------------------------------------------------------------- a step
 
     def batches(self, engine: Engine, batches: list[T]) -> list[T]:
-        """The micro-batches of a `train_batch()`, inputs and targets."""
+        """Return the micro-batches of a `train_batch()`, inputs and targets, as they are to be used."""
         return batches
 
     def begin_step(self, engine: Engine) -> None:
-        """Before any gradient of the step leaves; in some steps more than once."""
+        """Act before any gradient of the step leaves. In some steps it is called more than once."""
 
     def inputs(self, engine: Engine, inputs: Sequence[object], named: Mapping[str, object]) -> Mapping[str, object]:
-        """The named arguments of a forward pass in training."""
+        """Return the named arguments of a forward pass in training.
+
+        Args:
+            engine: The engine.
+            inputs: Positional arguments of the pass.
+            named: Named arguments so far.
+        """
         return named
 
     def end_step(self, engine: Engine) -> Mapping[str, object]:
-        """After the update, or a skipped one, and before the schedule: arguments of the schedule's step()."""
+        """Act after the update, or a skipped one, and return arguments of the schedule's step(), which comes next."""
         return {}
 
     def after_step(self, engine: Engine) -> None:
-        """After the schedule; `engine.global_steps` are done."""
+        """Act after the schedule; `engine.global_steps` steps have been taken."""
 
     # ---------------------------------------------------------------- checkpoints
 
     def state(self) -> dict[str, object]:
-        """Plain values that a checkpoint holds of each rank; names are unique among features."""
+        """Return plain values for each rank's checkpoint; names are unique among features."""
         return {}
 
     def load_state(self, engine: Engine, state: Mapping[str, object]) -> None:
-        """Go on at `engine.global_steps`. state: those of all features; files of before a feature lack its names."""
+        """Continue at `engine.global_steps`.
+
+        Args:
+            engine: The engine.
+            state: The values of all features. Checkpoints that are older than a feature lack its names.
+        """
 
     def weights_were_loaded(self) -> None:
-        """A checkpoint has filled the model."""
+        """Act after a checkpoint has filled the model."""

@@ -1,4 +1,4 @@
-"""The registry of features, in the order in which they are asked: see `../feature.py` for the contract."""
+"""The registry of features, in the order in which they act. The contract is in `../feature.py`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ FEATURES: tuple[type[Feature], ...] = (
 
 
 def features_of(asked: Asked) -> tuple[Feature, ...]:
-    """Those that the configuration and the model ask for. Raises ValueError if one cannot be had. No communication."""
+    """Return the features that the configuration and the model ask for. No communication.
+
+    Args:
+        asked: Configuration, model and arguments.
+
+    Raises:
+        ValueError: A feature does not fit this model or configuration.
+    """
     found = [feature.of(asked) for feature in FEATURES]
     return tuple(feature for feature in found if feature is not None)

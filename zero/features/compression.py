@@ -1,4 +1,4 @@
-"""Compression of the model while it trains, which `init_compression` has prepared: `../compression/`."""
+"""Compression of the model during training, prepared by `init_compression`; see `../compression/`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 class Compression(Feature):
-    """Steps the scheduler of an armed model. It counts every step, skipped ones included."""
+    """Steps the scheduler of an armed model. It counts every step, skipped ones included.
+
+    Attributes:
+        scheduler: The scheduler; None before `begin`.
+    """
 
     blocks = ("compression_training",)
     example: ClassVar[Mapping[str, object]] = {

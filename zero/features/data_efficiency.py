@@ -1,4 +1,4 @@
-"""Curricula, shorter sequences, dropped tokens and rates by consumed tokens: `../data_efficiency/`."""
+"""Curricula, shorter sequences, dropped tokens and learning rates by consumed tokens; see `../data_efficiency/`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,17 @@ T = TypeVar("T")
 
 
 class DataEfficiency(Feature):
-    """Both blocks. efficiency: the parts that are on."""
+    """Applies both blocks, data_efficiency and the older curriculum_learning.
+
+    Args:
+        config: The configuration.
+        efficiency: The parts that are on.
+        dropping: Names of the layers that drop tokens.
+        splits_sequence: Whether the tensor plan splits sequences.
+
+    Attributes:
+        efficiency: The parts that are on.
+    """
 
     blocks = ("data_efficiency", "curriculum_learning")
     example: ClassVar[Mapping[str, object]] = {
@@ -89,7 +99,7 @@ class DataEfficiency(Feature):
         return self.efficiency.prepare_batches(batches, engine.global_steps, is_counted=is_counted)
 
     def begin_step(self, engine: Engine) -> None:
-        """As dynamic batching asks."""
+        """Scale the learning rates for dynamic batching."""
         self.efficiency.begin_rates(engine.optimizer, getattr(engine.loader, "lr_scale", 1.0))
 
     def inputs(self, engine: Engine, inputs: Sequence[object], named: Mapping[str, object]) -> Mapping[str, object]:

@@ -1,4 +1,4 @@
-"""Attention that sees what a layout of blocks shows, in models that are known by name: `../sparse_attention/`."""
+"""Block-sparse attention, in models that are known by name; see `../sparse_attention/`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class SparseAttention(Feature):
-    """Replaces attention, and does nothing in a step."""
+    """Replaces attention before the model is sharded, and does nothing in a step."""
 
     blocks = ("sparse_attention",)
     example: ClassVar[Mapping[str, object]] = {"sparse_attention": {"mode": "fixed", "block": 4, "num_local_blocks": 1}}
