@@ -1,7 +1,7 @@
-"""What a script hands to `initialize` that another line of it has made: optimizers and schedules.
+"""Optimizers and schedules that a script has made itself and passes to `initialize`.
 
-An optimizer made of the plain model's parameters keeps its groups, and is given the sharded ones in their place: it
-stays the object that the script, and its schedule, know.
+An optimizer of the plain model's parameters keeps its groups, and gets the sharded parameters instead: it remains the
+object that the script and its schedule hold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 @runtime_checkable
 class Schedule(Protocol):
-    """A schedule of the caller's own, as LRScheduler: the engine steps it after every step that was taken."""
+    """A schedule made by the caller, with LRScheduler's methods. The engine steps it after every step taken."""
 
     def step(self) -> object: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -36,7 +36,14 @@ class Schedule(Protocol):
 
 
 def check_optimizer(made: object) -> torch.optim.Optimizer:
-    """Raise TypeError unless it is an optimizer in front of which the engine is to average gradients."""
+    """Return the optimizer, checked: the engine averages gradients before its steps.
+
+    Args:
+        made: The caller's.
+
+    Raises:
+        TypeError: It is no optimizer, or sends gradients or differences itself.
+    """
     if isinstance(made, CompressedOptimizer | ShardedOnebitOptimizer):
         raise TypeError(
             f"{type(made).__name__} sends its own gradients, and the engine would average them once more; write it "
@@ -55,7 +62,15 @@ def check_optimizer(made: object) -> torch.optim.Optimizer:
 
 
 def check_fits(made: torch.optim.Optimizer, shape: GridShape) -> None:
-    """Raise ValueError where an optimizer that needs norms of whole layers was made without those who hold the rest."""
+    """Check that an optimizer which needs norms of whole layers knows the ranks with the other parts.
+
+    Args:
+        made: The optimizer.
+        shape: Number of ranks along each axis.
+
+    Raises:
+        ValueError: It does not know them.
+    """
     ranks = shape.size("shard") * shape.size("tensor")
     made = made.inner if isinstance(made, LocalSteps) else stepping(made)
     knows_alone = isinstance(made, Lamb) and made.model_parallel_group.whole.world_size == 1
@@ -67,10 +82,19 @@ def check_fits(made: torch.optim.Optimizer, shape: GridShape) -> None:
 
 
 def optimizer_for(given: object, model: nn.Module) -> tuple[MakeOptimizer, Groups | None]:
-    """(what gives the optimizer its sharded parameters, those that an instance was made of).
+    """Prepare the caller's optimizer for the sharded parameters.
 
-    given: an optimizer of the plain model's parameters, or a function that makes one of parameters. Raises TypeError
-    where it is neither, or sends gradients itself; ValueError where it has taken steps, or has others' parameters.
+    Args:
+        given: An optimizer of the plain model's parameters, or a function that makes one from parameters.
+        model: The plain model.
+
+    Returns:
+        A function that takes the sharded parameters and returns the optimizer; and, for an instance, a function that
+        finds its groups in the sharded model, else None.
+
+    Raises:
+        TypeError: It is neither, or sends gradients itself.
+        ValueError: It has taken steps, or has parameters of another model.
     """
     if not isinstance(given, torch.optim.Optimizer):
         if not callable(given):
@@ -97,9 +121,15 @@ def optimizer_for(given: object, model: nn.Module) -> tuple[MakeOptimizer, Group
 
 
 def scheduler_for(given: object, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The schedule that the engine steps: one that was made for this optimizer, or what the function makes for it.
+    """Return the schedule that the engine steps.
 
-    Raises TypeError where it is no schedule, ValueError where it sets the rates of another optimizer.
+    Args:
+        given: A schedule of this optimizer, or a function that makes one for it.
+        optimizer: The engine's optimizer.
+
+    Raises:
+        TypeError: It is no schedule.
+        ValueError: It sets the learning rates of another optimizer.
     """
     made = given
     if not isinstance(given, Schedule) or isinstance(given, type):
@@ -109,7 +139,7 @@ def scheduler_for(given: object, optimizer: torch.optim.Optimizer) -> LRSchedule
         if not isinstance(made, Schedule):
             raise TypeError(f"lr_scheduler= is a function that gave a {type(made).__name__}, expected a schedule")
     its_own = getattr(made, "optimizer", optimizer)
-    if its_own not in (optimizer, getattr(optimizer, "inner", optimizer)):  # local steps are around another
+    if its_own not in (optimizer, getattr(optimizer, "inner", optimizer)):  # local steps wrap the script's optimizer
         raise ValueError(
             f"the {type(made).__name__} in lr_scheduler= sets the rates of another {type(its_own).__name__} than the "
             f"engine's {type(optimizer).__name__}; pass a function, lr_scheduler=lambda optimizer: "

@@ -1,7 +1,8 @@
-"""The grid of ranks: the place of each on every axis, and groups and transports along them, from one device mesh.
+"""The grid of ranks: the position of each rank on every axis, and process groups and transports along the axes.
 
-`shape_of` is pure and refuses what does not fit before any process group is made; `start` acts on it. Rests on
-`comm/launch.py` (who started this process) and `comm/transports/base.py`; `parallel/fsdp.py` shards a model over it.
+`shape_of` is pure and rejects sizes that do not fit before any process group is made; `start` makes the grid. It rests
+on `comm/launch.py` (what started this process) and `comm/transports/base.py`; `parallel/fsdp.py` shards a model over
+it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ from ..model_parallel import ModelParallelGroup
 _log = logging.getLogger(__name__)
 
 # From the slowest network to the fastest: the last axis joins neighbouring ranks. pipe: stages, each with its layers;
-# replica: copies of a stage, one or more for each node; shard: the ranks that share out its parameters (ZeRO); tensor:
-# those that compute each of its layers together.
+# replica: copies of a stage, one or more for each node; shard: ranks that divide its parameters among them (ZeRO);
+# tensor: ranks that compute each of its layers together.
 AXES = ("pipe", "replica", "shard", "tensor")
 
 
 @dataclass(frozen=True)
 class GridShape:
-    """How many ranks each of the `AXES` has. Ranks are numbered along the last axis first."""
+    """Number of ranks along each of the `AXES`. Ranks are numbered along the last axis first.
+
+    Attributes:
+        sizes: Ranks along each axis, in the order of `AXES`.
+    """
 
     sizes: tuple[int, ...]
 
@@ -39,30 +44,30 @@ class GridShape:
         return math.prod(self.sizes)
 
     def size(self, axis: str) -> int:
-        """Ranks along an axis."""
+        """Return the number of ranks along an axis."""
         return self.sizes[AXES.index(axis)]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank is on each axis."""
+        """Return a rank's position on each axis."""
         places: dict[str, int] = {}
         for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
             rank, places[axis] = divmod(rank, size)
         return {axis: places[axis] for axis in AXES}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """Who is there; the inverse of `coordinates`."""
+        """Return the rank at a position; the inverse of `coordinates`."""
         rank = 0
         for axis, size in zip(AXES, self.sizes, strict=True):
             rank = rank * size + coordinates[axis]
         return rank
 
     def along(self, axis: str, rank: int) -> list[int]:
-        """The ranks that differ from this one on no other axis, ascending, itself among them."""
+        """Return the ranks that differ from this one at most on this axis, ascending, itself among them."""
         here = self.coordinates(rank)
         return [self.rank(here | {axis: k}) for k in range(self.size(axis))]
 
     def across(self, axes: Collection[str], rank: int) -> list[int]:
-        """The ranks that differ from this one on no other axes, ascending, itself among them."""
+        """Return the ranks that differ from this one at most on these axes, ascending, itself among them."""
         here = self.coordinates(rank)
         kept = {axis: place for axis, place in here.items() if axis not in axes}
         return [r for r in range(self.world_size) if kept.items() <= self.coordinates(r).items()]
@@ -72,11 +77,19 @@ class GridShape:
 
 
 def shape_of(world_size: int, local_size: int | None, given: Mapping[str, int | None]) -> GridShape:
-    """The grid of this many ranks, `local_size` on each node (None: not known), with these sizes (None: not given).
+    """Compute the grid's sizes. Pure.
 
-    An axis that is not given has one rank, but for two: "shard" takes what the tensor axis leaves of a node, as far as
-    a stage has as many ranks, and "replica" the ranks that remain.
-    Raises ValueError where the sizes do not make the world, or an axis has no such name.
+    An axis without a size has one rank, except two: "shard" takes the ranks of a node that the tensor axis leaves, at
+    most those of a stage, and "replica" the ranks that remain.
+
+    Args:
+        world_size: Number of ranks.
+        local_size: Ranks on each node; None: not known.
+        given: Sizes by axis; None: not given.
+
+    Raises:
+        ValueError: The product of the sizes is not the world size, an axis has no such name, or the sizes cannot be
+            derived.
     """
     unknown = [axis for axis in given if axis not in AXES]
     if unknown:
@@ -115,18 +128,24 @@ def _share(ranks: int, divisor: int, what: str, sizes: Mapping[str, int]) -> int
 
 
 def _spell(sizes: Mapping[str, int]) -> str:
-    """Without the axes of one rank, where there are others."""
+    """Format the sizes for a message, without axes of one rank if there are others."""
     told = {axis: size for axis, size in sizes.items() if size != 1} or sizes
     return " x ".join(f"{axis}={size}" for axis, size in told.items())
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One rank's view of the grid. mesh: torch's, over the process groups of the transports.
+    """One rank's view of the grid. `start` makes it.
 
-    world: the transport between all ranks. transports: one along each axis. The optimizers take `transport`, between
-    the ranks that hold the same part of different replicas, and `model_parallel_group`, those that hold the parts of
-    this replica.
+    Optimizers take `transport`, between the ranks that hold the same part of different replicas, and
+    `model_parallel_group`.
+
+    Attributes:
+        shape: Number of ranks along each axis.
+        mesh: torch's device mesh, over the process groups of the transports.
+        world: Transport between all ranks.
+        transports: A transport along each axis.
+        model_parallel_group: The ranks that hold the parts of this replica.
     """
 
     shape: GridShape
@@ -137,7 +156,7 @@ class Grid:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """Where this rank is."""
+        """Position of this rank on each axis."""
         return self.shape.coordinates(self.world.rank)
 
     @property
@@ -146,18 +165,18 @@ class Grid:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device on which this rank computes."""
         kind = self.mesh.device_type
         return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.cuda.current_device())
 
     @property
     def data(self) -> tuple[int, int]:
-        """(which share of the data this rank reads, of how many): ranks of one stage that compute apart read apart."""
+        """(this rank's share of the data, number of shares). Ranks of a stage that compute apart read other shares."""
         here, shape = self.coordinates, self.shape
         return here["replica"] * shape.size("shard") + here["shard"], shape.size("replica") * shape.size("shard")
 
     def close(self) -> None:
-        """Barriers, then release transports and process groups. All ranks; idempotent."""
+        """Wait for all ranks, then release transports and process groups. All ranks; idempotent."""
         for transport in (
             *self.transports.values(),
             self.model_parallel_group.transport,
@@ -170,10 +189,16 @@ class Grid:
 def start(*, backend: str | None = None, timeout_s: float = 300.0, **sizes: int | None) -> Grid:
     """Make the grid: process groups, mesh, transports. All ranks, once, before anything else that communicates.
 
-    sizes: pipe=, replica=, shard=, tensor=; see `shape_of` for what is left out. The ranks of a node come from the
-    launcher's environment. backend: "nccl" where there is CUDA and "gloo" elsewhere, or an initialised
-    torch.distributed as it is.
-    Raises ValueError, before any process group is made, where the sizes do not fit.
+    The launcher's environment gives the ranks of a node.
+
+    Args:
+        backend: Of torch.distributed. Default None: an initialised torch.distributed as it is, else "nccl" with CUDA
+            and "gloo" without.
+        timeout_s: How long an operation waits for a peer, in seconds. Default 300.
+        **sizes: pipe=, replica=, shard=, tensor=; `shape_of` computes those left out.
+
+    Raises:
+        ValueError: The sizes do not fit. Raised before any process group is made.
     """
     launch = detect(os.environ)
     is_there = torch.distributed.is_initialized()
@@ -186,7 +211,7 @@ def start(*, backend: str | None = None, timeout_s: float = 300.0, **sizes: int 
     assert isinstance(world, TorchTransport)
     device_type = "cuda" if "nccl" in torch.distributed.get_backend_config() else "cpu"
     transports = {axis: world.split(shape.along(axis, world.rank)) for axis in AXES}
-    # Of these groups, not of new ones: they have this deadline, and NCCL allots buffers to each.
+    # Use these groups, not new ones: they have this timeout, and NCCL allocates buffers for each group.
     ranks = torch.arange(world_size, device="cpu").view(shape.sizes)
     groups = [transport.group for transport in transports.values()]
     mesh = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=AXES)
@@ -206,7 +231,7 @@ def start(*, backend: str | None = None, timeout_s: float = 300.0, **sizes: int 
 def _model_parallel_group(
     shape: GridShape, world: TorchTransport, transports: Mapping[str, TorchTransport]
 ) -> ModelParallelGroup:
-    """The ranks that hold the parts of this replica, over transports that are there where one axis has them all."""
+    """Return the ranks that hold the parts of this replica, over existing transports if one axis has all of them."""
     tensor, part, stages = shape.size("tensor"), transports["shard"], None
     if tensor > 1:
         both = ("shard", "tensor")

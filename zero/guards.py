@@ -1,8 +1,8 @@
-"""Guards beside the engine: what a script does past it, and would lose without a word, is an error or a warning.
+"""Guards of the engine: calls that bypass it, and would have no effect or a wrong one, are errors or warnings.
 
-A script that was written for plain torch calls the optimizer, the schedule, `loss.backward()` or `clip_grad_norm_`,
-whose work the engine does; unfreezes parameters that the optimizer does not have; or saves `module.state_dict()`, of
-which a rank holds a part. Nothing here communicates: what is wrong in a script is wrong on all of its ranks.
+A script that was written for plain torch may call the optimizer, the schedule, `loss.backward()` or `clip_grad_norm_`,
+although the engine does that; unfreeze parameters that the optimizer does not have; or save `module.state_dict()`, of
+which each rank has only a part. Nothing here communicates: a mistake in a script is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,15 @@ _SELDOM = (
 
 
 class Guard:
-    """Watches an engine's module, optimizer and schedule. `open`: in here it is the engine that uses them."""
+    """Watches an engine's module, optimizer and schedule. The engine wraps its own calls of them in `open`.
+
+    Args:
+        engine: The engine. Its optimizer gets hooks; if ranks hold parts of the model, its modules' state_dict is
+            replaced.
+
+    Attributes:
+        has_run: Whether the model ran in training since the last backward pass.
+    """
 
     def __init__(self, engine: Engine):
         self._engine, self._is_open = engine, False
@@ -49,10 +57,10 @@ class Guard:
         self._passes = 0 if engine.stage is None else turns.passes_of(engine.module)
         self._marks: dict[Tensor, GradientMark] = {}  # gradients of the micro-batches before this one
         self._sample: tuple[Tensor, GradientMark] | None = None  # a gradient as backward has left it
-        self._micro_batches, self.has_run = 0, False  # since the last step(); whether the model ran since the last pass
+        self._micro_batches, self.has_run = 0, False  # the former since the last step()
         self._said: set[str] = set()
         own: Any = engine.optimizer
-        while own is not None:  # local steps and offload take steps of another
+        while own is not None:  # local steps and offload wrap another optimizer
             own.register_step_pre_hook(self._refuse_step)
             own = getattr(own, "inner", None)
         self._drop = engine.optimizer.zero_grad
@@ -70,6 +78,7 @@ class Guard:
 
     @contextmanager
     def open(self) -> Iterator[None]:
+        """Allow calls of optimizer and schedule within this context, which are the engine's own."""
         before, self._is_open = self._is_open, True
         try:
             yield
@@ -98,12 +107,12 @@ class Guard:
         self._drop(set_to_none)
 
     def after_update(self) -> None:
-        """The schedule stands where the engine has left it, and no gradients are left."""
+        """Note the schedule's position after the engine's step, and that no gradients are left."""
         self._epoch = getattr(self._engine.scheduler, "last_epoch", None)
         self._marks = {}
 
     def forget(self) -> None:
-        """Gradients were dropped, or a checkpoint was loaded."""
+        """Forget schedule and gradients, after gradients were dropped or a checkpoint was loaded."""
         self._epoch, self._marks, self._sample = None, {}, None
         if self._engine.stage is not None:
             self._passes = turns.passes_of(self._engine.module)
@@ -111,7 +120,7 @@ class Guard:
     # ---------------------------------------------------------------- gradients
 
     def before_backward(self) -> None:
-        """Raise RuntimeError where a parameter that the optimizer does not have was unfrozen."""
+        """Raise RuntimeError if a parameter that the optimizer does not have was unfrozen."""
         self._micro_batches += self.has_run
         self.has_run = False
         if any(p.requires_grad for p in self._frozen):
@@ -119,7 +128,7 @@ class Guard:
                 self._refuse_untrained(p, self._frozen.pop(p))
 
     def after_backward(self) -> None:
-        """Gradients are as the engine has made them."""
+        """Note the gradients that the engine's backward pass has left."""
         engine = self._engine
         if engine.stage is not None:
             self._passes = turns.passes_of(engine.module)
@@ -127,7 +136,7 @@ class Guard:
         self._sample = None if p is None else (p, GradientMark.of(p))
 
     def before_step(self) -> None:
-        """Look at the gradients that `step` finds. Raises RuntimeError where the engine did not make them."""
+        """Check the gradients that `step` finds. Raises RuntimeError if the engine did not make them."""
         engine = self._engine
         if not engine.has_gradients and self._has_strange_gradients():
             raise RuntimeError(
@@ -145,13 +154,13 @@ class Guard:
         self._micro_batches = 0
 
     def _warn(self, text: str, *numbers: int) -> None:
-        """Once."""
+        """Log a warning, once."""
         if text not in self._said:
             self._said.add(text)
             log.warning(text, self._rank, *numbers)
 
     def after_micro_batch(self) -> None:
-        """Its gradients wait for those of the next one."""
+        """Note the accumulated gradients, to find changes before the next micro-batch."""
         if self._engine.stage is None:
             self._marks = {p: GradientMark.of(p) for p in self._optimized}
 
@@ -163,7 +172,7 @@ class Guard:
         return any(not mark.is_still(p) for p, mark in self._marks.items())
 
     def before_update(self) -> None:
-        """Raise RuntimeError where a gradient is no optimizer's, or the schedule was stepped by others."""
+        """Raise RuntimeError if no optimizer has a parameter with a gradient, or the script stepped the schedule."""
         self.before_backward()
         for name, p in self._engine.module.named_parameters():
             if p.grad is not None and p not in self._is_known:
@@ -177,7 +186,7 @@ class Guard:
             )
 
     def _refuse_untrained(self, p: Tensor, name: str) -> None:
-        """Unless it came by add_param_group, to an optimizer that sends its gradients itself."""
+        """Raise RuntimeError, unless p was added by add_param_group to an optimizer that sends gradients itself."""
         if not self._engine.form.averages_gradients and p in (groups := set(parameters(self._engine.optimizer))):
             self._optimized |= groups
             self._is_known |= groups
@@ -190,9 +199,9 @@ class Guard:
 
 
 class _StateDict:
-    """A module's state_dict() for whoever would write it to a file: whole, or refused.
+    """Replaces a module's state_dict(): a script gets whole tensors, or an error if this rank has only a part.
 
-    torch and this package get what the rank holds: DTensors of shards and slices, which their checkpoints know.
+    torch and this package get the rank's own part, DTensors of shards and slices, which their checkpoints know.
     """
 
     def __init__(self, module: nn.Module, rank: int, *, is_stage: bool):

@@ -1,8 +1,8 @@
-"""From a configuration to an engine, its optimizer, its data and its schedule: read, form, features, engine.
+"""Builds an engine, its optimizer, its data and its schedule from a configuration: read, form, features, engine.
 
-What is wrong is said before anything is sharded, and before any process group is made if that can be known then.
-`forms/` says what becomes of the model, `features/` what is added around its steps; the engine drives it. Users call
-`deepspeed/initializing.py`, which hands its engine in.
+Errors are raised before anything is sharded, and if possible before any process group is made. `forms/` shards the
+model and builds the optimizer, `features/` adds to its steps; the engine drives it. Users call
+`deepspeed/initializing.py`, which passes its class of engine.
 """
 
 from __future__ import annotations
@@ -68,14 +68,36 @@ def initialize(
     timeout_s: float = 300.0,
     **fills: Unpack[Fills],
 ) -> tuple[E, torch.optim.Optimizer, Loader | None, LRScheduler | None]:
-    """An engine of this class, its optimizer, data loader and scheduler. All ranks, once per model.
+    """Construct an engine of this class, its optimizer, data loader and scheduler. All ranks, once per model.
 
-    What the arguments mean is in `deepspeed/initializing.py`, whose function of this name is the public one.
-    timeout_s: how long an operation waits for a peer, if there is no grid yet.
+    The public function of this name is in `deepspeed/initializing.py`.
 
-    Raises ValueError, TypeError, OSError and ImportError on bad configurations, before anything is sharded.
+    Args:
+        engine_class: Class of the engine.
+        model: See the public function, as for all further arguments.
+        config: See there.
+        optimizer: See there.
+        model_parameters: See there.
+        training_data: See there.
+        lr_scheduler: See there.
+        collate_fn: See there.
+        grid: See there.
+        tensor_plan: See there.
+        weights: See there.
+        seed: See there.
+        timeout_s: How long an operation waits for a peer, in seconds, if there is no grid yet. Default 300.
+        **fills: Values for "auto" in the configuration, see `Fills`.
+
+    Returns:
+        (engine, optimizer, loader, scheduler); loader and scheduler are None if there is none.
+
+    Raises:
+        ValueError: The configuration or an argument is wrong. Before anything is sharded, as all errors here.
+        TypeError: One has the wrong type.
+        OSError: The configuration cannot be read.
+        ImportError: An optional package is missing.
     """
-    # Read, for the ranks of the grid or of the launcher.
+    # Read the configuration, for the ranks of the grid or of the launcher.
     model = checked(model)
     if isinstance(model, PipelineModule) and model.num_stages is not None:
         fills.setdefault("stages", model.num_stages)
@@ -83,7 +105,7 @@ def initialize(
     read = _read(config, launch, grid, fills)
     rank = launch.rank if grid is None else grid.world.rank
 
-    # What this model cannot do is said now: afterwards other ranks wait.
+    # Check the model now: an error on one rank later on would leave the others waiting.
     _check_values(model, weights, rank)
     monitors = open_monitors(read, rank)
     if read.zero_optimization.stage3_gather_16bit_weights_on_model_save:
@@ -99,7 +121,7 @@ def initialize(
         make_optimizer, its_own = optimizer_for(optimizer, outline)
         groups = its_own or groups
 
-    # The ranks, and what of the model this one has.
+    # Make the grid, and find this rank's part of the model.
     if grid is None:
         grid = grids.start(
             timeout_s=timeout_s, pipe=read.pipeline.ranks, shard=shard_ranks(read, launch), tensor=read.onebit.tensor
@@ -146,12 +168,19 @@ def initialize(
 
 
 def _first(found: Iterable[T | None]) -> T | None:
-    """The first that is there."""
+    """Return the first that is not None, or None."""
     return next((each for each in found if each is not None), None)
 
 
 def checked(model: object) -> nn.Module | PipelineModule:
-    """Raise TypeError if there is no model, or another library distributes it or a part of it."""
+    """Return the model, checked.
+
+    Args:
+        model: The caller's.
+
+    Raises:
+        TypeError: It is no model, or another library distributes it or a part of it.
+    """
     if isinstance(model, Engine):
         raise TypeError("the model is an engine already; pass engine.module of none, and initialize each model once")
     if not isinstance(model, nn.Module | PipelineModule):
@@ -177,7 +206,7 @@ def _check_values(model: nn.Module | PipelineModule, weights: object, rank: int)
 
 
 def _groups(given: ParamsT | Groups | None, outline: nn.Module) -> Groups:
-    """What to train, of the sharded model."""
+    """Return a function that finds the parameters to train in the sharded model."""
     if given is None:
         return trained
     if isinstance(given, nn.Module):
@@ -186,9 +215,9 @@ def _groups(given: ParamsT | Groups | None, outline: nn.Module) -> Groups:
 
 
 def _check_one_optimizer(read: Config, given: object, rank: int) -> None:
-    """One that is handed over takes the place of the file's, as in DeepSpeed; not of one that sends less.
+    """Warn that the caller's optimizer replaces the configuration's, as in DeepSpeed.
 
-    Raises ValueError.
+    Raises ValueError if it would replace a one-bit optimizer, which sends less.
     """
     if read.optimizer is None:
         return
@@ -203,7 +232,7 @@ def _check_one_optimizer(read: Config, given: object, rank: int) -> None:
 
 
 def _read(config: ConfigLike, launch: Launch, grid: Grid | None, fills: Fills) -> Config:
-    """The configuration, for the ranks of the grid, or of the launcher."""
+    """Read the configuration for the ranks of the grid, or else of the launcher."""
     if grid is None:
         read = read_config(config, world_size=launch.world_size, rank=launch.rank, **fills)
     else:
