@@ -41,6 +41,7 @@ class GridShape:
 
     @property
     def world_size(self) -> int:
+        """Number of all ranks."""
         return math.prod(self.sizes)
 
     def size(self, axis: str) -> int:
@@ -161,6 +162,7 @@ class Grid:
 
     @property
     def transport(self) -> Transport:
+        """Transport between the ranks that hold the same part of different replicas."""
         return self.transports["replica"]
 
     @property

@@ -1,22 +1,24 @@
-"""What a run will need, before it is started: memory and traffic of every stage and optimizer, and seconds per step.
+"""Estimates of a run before it starts: memory and traffic of every stage and optimizer, and seconds per step.
 
     onebit plan --params 1.5e9 --hosts 4 --ranks-per-host 2 --link 1gbit --dtype bf16 --compute 2
 
-Counted from the layouts, not measured: parameters, gradients, optimizer state and what travels in a steady step, in one
-of the warm-up, and on average over a run of `--steps`, by the optimizers' own schedules.
-Activations, the buckets of the exchange (a few times `bucket_cap_mb`) and what the allocator keeps come on top; padding
-to blocks is left out, below 1 % for parameters of thousands of elements. "sharded" is across nodes of one rank: the
-same for all three optimizers, but that ZeroOneAdam's skipped rounds send nothing.
+Memory and traffic are counted from the layouts, not measured: parameters, gradients, optimizer state, and the bits sent
+in a steady step, in a step of the warm-up, and on average over a run of `--steps`, by the optimizers' own schedules.
+Activations, the buckets of the exchange (a few times `bucket_cap_mb`) and the allocator's reserve come on top. Padding
+to blocks is left out; it is below 1 % for parameters of thousands of elements. "sharded" is across nodes of one rank:
+the same for all three optimizers, except that ZeroOneAdam's skipped steps send nothing. "local steps" is AdamW inside a
+replica, and between replicas a one-bit round every `--local-steps` steps.
 
-Several ranks on each host: at stage 0 a one-bit optimizer and local steps exchange in two levels, each rank its share
-of the elements, as over the transport of `onebit.comm.init()`. The engine's stage 0 has one level, and sends as many
-times more as a host has ranks; its other stages have two. Dense traffic goes round a ring of all ranks, node by node,
-as Gloo's and NCCL's does: a host sends what one rank sends. Seconds: `comm/cost.py` with the
-costs that were fitted on one machine (`comm/cost.py` names the record), an estimate for others: from all traffic that
-can hide behind two thirds of the computing does, to none does, as where ranks have no processor to spare. Recorded
-steps of ours and of DDP (scripts/records/bench_2026-11.md) lie in between, within 15 %, which is a test. The
-formulas are in `docs/memory.md`. "local steps": AdamW inside a replica, and between replicas a round in one bit every
-`--local-steps` steps: its seconds go from a round that lands later, under `delay`, to one that is waited for.
+With several ranks on each host a one-bit optimizer and local steps at stage 0 exchange in two levels, each rank its
+share of the elements, as over the transport of `onebit.comm.init()`. The engine's stage 0 has one level, and sends more
+by a factor of the ranks per host; its other stages have two. Dense traffic goes round a ring of all ranks, node by
+node, as in Gloo and NCCL: a host sends as much as one rank.
+
+Seconds are computed by `comm/cost.py`, with costs fitted on one machine (the record is named there); for others they
+are an estimate. They range from full overlap with two thirds of the computing to no overlap at all, as for ranks
+without a spare processor. For local steps they range from a round that lands later, under `delay`, to one that the step
+waits for. Recorded steps of ours and of DDP (scripts/records/bench_2026-11.md) are inside the range, within 15 %, which
+a test checks. The formulas are in `docs/memory.md`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ SHARDED, LOCAL = ("sharded int4", "sharded sign"), "local steps"
 _FLOAT32, _MOMENTS = 4.0, 8.0
 _ELEMENTS, _BLOCK = 1 << 20, 256
 
-# Of one rank's own processor, 2 cores, November 2026: the record that `comm/cost.py` names.
+# Measured costs of one rank, 2 cores, November 2026: see the record that `comm/cost.py` names.
 _ONE_BIT_S, _DENSE_S = 3.48e-9, 5.67e-9
 _LATENCY_S, _START_S = 1.9e-4, 1.3e-3
 _UNHIDDEN = 0.1
@@ -46,11 +48,23 @@ _HIDDEN_BY_BACKWARD = 2 / 3
 
 @dataclass(frozen=True)
 class Run:
-    """What is asked about. link_bits_per_s: of a host, shared by its ranks. compute_s: of a step without its traffic.
-    codec: what momentum travels in where it is not sharded across hosts. warmup_codec: what gradients travel in. steps:
-    of the run. local_steps: those between two rounds of `LocalSteps`.
+    """A run to estimate.
 
-    Raises ValueError on numbers that no run can have.
+    Attributes:
+        params: Parameters of the model.
+        hosts: Number of hosts.
+        ranks_per_host: Ranks on each host. Default 1.
+        dtype: The computing dtype, "fp32", "bf16" (default) or "fp16".
+        error_bytes: Bytes per element of worker and server errors, 4 (default) or 2.
+        link_bits_per_s: Bandwidth of a host, shared by its ranks, in bits per second. Default 1e9.
+        compute_s: Seconds of a step without its traffic. Default 0.
+        codec: Format of the momentum, unless it is sharded across hosts. Default "sign".
+        warmup_codec: Format of the gradients. Default "int8".
+        steps: Steps of the run. Default 1000.
+        local_steps: Steps between two rounds of `LocalSteps`. Default 32.
+
+    Raises:
+        ValueError: A number is out of range, or a name unknown.
     """
 
     params: float
@@ -75,16 +89,24 @@ class Run:
 
     @property
     def world_size(self) -> int:
+        """Number of all ranks."""
         return self.hosts * self.ranks_per_host
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank holds, in bytes per parameter of the model, and sends, in bits per parameter and step.
+    """Memory of one rank, in bytes per parameter of the model, and its traffic, in bits per parameter and step.
 
-    state: optimizer state, master weights and errors. bits: to other hosts, in a steady step, the mean over the ranks
-    of a host. warmup_bits: in one that sends gradients. run_bits: the mean over the run. seconds: of a steady step,
-    least and most: see above.
+    Attributes:
+        optimizer: Name of the row, one of `optimizers`.
+        stage: Stage, 0 to 3.
+        parameters: Bytes of the parameters; in FSDP2's forms with the float32 masters.
+        gradients: Bytes of the gradients.
+        state: Bytes of optimizer state, residuals and anchors; in the sharded forms with the float32 masters.
+        bits: Bits sent to other hosts in a steady step; the mean over the ranks of a host.
+        warmup_bits: The same, in a step that sends gradients.
+        run_bits: The same, the mean over the run.
+        seconds: Seconds of a steady step, least and most.
     """
 
     optimizer: str
@@ -99,20 +121,19 @@ class Plan:
 
     @property
     def bytes_per_parameter(self) -> float:
+        """Bytes of parameters, gradients and state together."""
         return self.parameters + self.gradients + self.state
 
 
 def optimizers() -> list[str]:
-    """The rows of a plan: the one-bit optimizers of the registry, the sharded form that they share, local steps, the
-    dense ones.
-    """
+    """Return the rows of a plan: one-bit optimizers of the registry, sharded forms, local steps, dense optimizers."""
     known = [entry for entry in OPTIMIZERS.values() if entry.footprint is not None]
     one_bit = [entry.name for entry in known if entry.is_one_bit]
     return [*one_bit, *SHARDED, LOCAL, *(entry.name for entry in known if not entry.is_one_bit)]
 
 
 def plans(run: Run) -> Iterator[Plan]:
-    """Every combination of optimizer and stage that there is for this run."""
+    """Yield a plan for every combination of optimizer and stage that exists for this run."""
     for optimizer in optimizers():
         for stage in (0, 1, 2, 3):
             if (made := plan(run, optimizer, stage)) is not None:
@@ -120,7 +141,19 @@ def plans(run: Run) -> Iterator[Plan]:
 
 
 def plan(run: Run, optimizer: str, stage: int) -> Plan | None:
-    """One of `optimizers`; None where there is no such form: `forms.choose` says why."""
+    """Estimate one optimizer at one stage.
+
+    Args:
+        run: The run.
+        optimizer: One of `optimizers`.
+        stage: 0 to 3.
+
+    Returns:
+        The plan; None if there is no such form, for the reason that `forms.choose` gives.
+
+    Raises:
+        ValueError: There is no such row.
+    """
     if optimizer in SHARDED:
         return _across(run, optimizer, stage) if stage in (1, 2) and run.ranks_per_host == 1 else None
     if optimizer == LOCAL:
@@ -144,12 +177,12 @@ def plan(run: Run, optimizer: str, stage: int) -> Plan | None:
 
 
 def _frame_bytes(codec: str) -> float:
-    """Of an element."""
+    """Bytes per element of a frame."""
     return codec_named(codec, _BLOCK).frame_bytes(_ELEMENTS) / _ELEMENTS
 
 
 def _mean(run: Run, warmup_bits: float, bits: float, dense_steps: int) -> float:
-    """Over the run's steps, of which this many send gradients."""
+    """Mean bits over the run's steps, dense_steps of which send gradients."""
     share = dense_steps / run.steps
     return share * warmup_bits + (1.0 - share) * bits
 
@@ -160,8 +193,8 @@ def _across(run: Run, optimizer: str, stage: int) -> Plan:
     down = up if optimizer.endswith("sign") else Int4Codec().frame_bytes(_ELEMENTS) / _ELEMENTS
     state = 2.0 + _MOMENTS / W
     gradients = float(b) if stage == 1 else 0.0
-    # Phase 2 carries what phase 1 has made, and nothing leaves before the vote at stage 1: only phase 1 of stage 2 can
-    # hide.
+    # Phase 2 needs the results of phase 1, and at stage 1 nothing is sent before the vote. So only phase 1 of stage 2
+    # can overlap with backward.
     phase_up, phase_down = (_exchange_s(run, 1, W, frame, _ONE_BIT_S) / 2 for frame in (up, down))
     seconds = _step_s(run, phase_up if stage == 2 else 0.0, phase_down if stage == 2 else phase_up + phase_down)
     bits, warmup_bits = (8 * (W - 1) / W * (each + down) for each in (up, _frame_bytes(run.warmup_codec)))
@@ -170,7 +203,7 @@ def _across(run: Run, optimizer: str, stage: int) -> Plan:
 
 
 def _local(run: Run, stage: int) -> Plan:
-    """AdamW in a replica, which is the ranks of a host. Anchor, worker error, both server errors."""
+    """AdamW in a replica, i.e. on the ranks of a host. The state has an anchor, worker error and both server errors."""
     S, (share, ranks) = run.ranks_per_host if stage else 1, _two_levels(run, stage)
     frame, every = _frame_bytes("sign"), run.local_steps
     state = (_MOMENTS + _FLOAT32) / S + run.error_bytes * (1 + 2 / ranks) / share
@@ -183,10 +216,10 @@ def _local(run: Run, stage: int) -> Plan:
 
 
 def _dense(run: Run, optimizer: str, footprint: Footprint, stage: int) -> Plan:
-    """The engine's: an all-reduce in float32 at stage 0, else FSDP2 over all ranks, as DeepSpeed shards.
+    """The engine's dense form: an all-reduce in float32 at stage 0, else FSDP2 over all ranks, as DeepSpeed shards.
 
     Parameters are gathered in dtype, twice at stage 3; gradients are reduced in float32. A ring of all ranks leaves
-    each host once. Gloo's reduce-scatter is an all-reduce: there the gradients of stages 1 to 3 travel twice.
+    each host once. Gloo's reduce-scatter is an all-reduce: with it the gradients of stages 1 to 3 are sent twice.
     """
     W = run.world_size
     S, gathers = (1, 0) if stage == 0 else (W, 2 if stage == 3 else 1)
@@ -198,7 +231,7 @@ def _dense(run: Run, optimizer: str, footprint: Footprint, stage: int) -> Plan:
 
 
 def _parameters_and_gradients(run: Run, stage: int, shards: int) -> tuple[float, float]:
-    """Bytes per parameter of FSDP2's forms: float32 masters, and what is gathered to compute in."""
+    """Bytes per parameter of FSDP2's forms: float32 masters with the gathered copy in dtype, and gradients."""
     b = DTYPE_BYTES[run.dtype]
     masters = _FLOAT32 / shards
     is_plain = run.dtype == "fp32" and shards == 1
@@ -208,17 +241,17 @@ def _parameters_and_gradients(run: Run, stage: int, shards: int) -> tuple[float,
 
 
 def _two_levels(run: Run, stage: int) -> tuple[int, int]:
-    """(over how many ranks of a host the elements are shared out, how many ranks exchange each share)."""
+    """(number of ranks on a host that divide the elements, number of ranks that exchange each share)."""
     return (1, run.world_size) if stage == 0 and run.hosts == 1 else (run.ranks_per_host, run.hosts)
 
 
 def _bits(run: Run, ranks: int, bytes_per_element: float) -> float:
-    """To other hosts in an exchange of all elements between this many ranks, over the ranks of a host."""
+    """Bits per parameter and rank that an exchange between this many ranks sends to other hosts."""
     return 8 * 2 * (ranks - 1) / ranks * bytes_per_element / run.ranks_per_host if run.hosts > 1 else 0.0
 
 
 def _exchange_s(run: Run, share: int, ranks: int, bytes_per_element: float, work_s: float) -> float:
-    """Seconds of one exchange between these ranks, of which `share` on a host exchange a part each, side by side."""
+    """Seconds of one exchange between these ranks; `share` ranks on a host each exchange a part at the same time."""
     rate = run.link_bits_per_s / 8 * _PAYLOAD_OF_FRAME / share if run.hosts > 1 else math.inf
     link = LinkCost(_LATENCY_S, rate, _START_S)
     codec = CodecCost(bytes_per_element, work_s, _UNHIDDEN)
@@ -226,6 +259,6 @@ def _exchange_s(run: Run, share: int, ranks: int, bytes_per_element: float, work
 
 
 def _step_s(run: Run, during: float, behind: float = 0.0) -> tuple[float, float]:
-    """A step of which this many seconds of traffic go on while backward computes, or not, and this many after it."""
+    """Least and most seconds of a step. during: traffic that backward can hide; behind: traffic after backward."""
     least = run.compute_s + max(0.0, during - _HIDDEN_BY_BACKWARD * run.compute_s) + behind
     return least, run.compute_s + during + behind
