@@ -259,6 +259,6 @@ def _exchange_s(run: Run, share: int, ranks: int, bytes_per_element: float, work
 
 
 def _step_s(run: Run, during: float, behind: float = 0.0) -> tuple[float, float]:
-    """Least and most seconds of a step. during: traffic that backward can hide; behind: traffic after backward."""
+    """Least and most seconds of a step. during: traffic that backward can hide; behind: traffic after it."""
     least = run.compute_s + max(0.0, during - _HIDDEN_BY_BACKWARD * run.compute_s) + behind
     return least, run.compute_s + during + behind

@@ -53,7 +53,7 @@ class ShardedAdamRule(ShardedRule):
         blocks = arrived.blocks
         del arrived
         frame_B = self.placement.step_own(bucket, blocks, update, lr=numbers.lr, decay=decay)
-        del update  # all buckets wait with what they hold
+        del update  # free it now: all buckets are in memory until they have come down
         return (yield from self.placement.send_down(bucket, seen, frame_B, lr=numbers.lr, decay=decay))  # 4
 
     def update(
@@ -61,7 +61,7 @@ class ShardedAdamRule(ShardedRule):
     ) -> Generator[Work, None, tuple[Tensor, float]]:
         """Return u, float32 [N], and the decay: master ← (1 - decay)·master - lr·u."""
         return self.direction(bucket, numbers, arrived), numbers.decay
-        yield  # makes this a generator, as in LAMB, whose owners exchange norms here
+        yield  # makes this a generator, as in LAMB: its owners exchange norms here
 
     def direction(
         self, bucket: ShardedBucket, numbers: StepNumbers, arrived: Received, D: Tensor | None = None
@@ -172,8 +172,8 @@ class ShardedOnebitAdam(ShardedOnebitOptimizer):
         betas: Decay of momentum and variance. Default (.9, .999).
         eps: Added to D. Default 1e-8.
         weight_decay: Decoupled weight decay, as in torch.optim.AdamW. Default 1e-2.
-        updates: Format of what comes down at stage 0, "int4" or "sign" (default). Parameters are then whole on every
-            rank, and so are the masters of those in less than float32.
+        updates: Format of the updates that come down at stage 0, "int4" or "sign" (default). Parameters are then whole
+            on every rank, and so are the masters of those in less than float32.
         **common: See `ShardedOptions`.
 
     Raises:

@@ -36,7 +36,7 @@ def advance_momentum_(
         codec: Format of the frames.
         block: Elements of a block.
         frames_WB: Frames of q, uint8, overwritten.
-        counts_WJ: Real elements of each block, int32; 0 for blocks that are not seen, whose frames then contain zeros.
+        counts_WJ: Real elements of each block, int32; 0 for blocks that are not seen, so that their frames are zeros.
         seen_WJ: bool; blocks for which it is False keep their momentum. None: all are seen.
         beta1: Decay of the momentum.
         share: Weight of this gradient. Default 1.

@@ -33,7 +33,7 @@ class ParamSlice(NamedTuple):
         k: Index of the parameter in its bucket.
         start: Its first element in the chunk.
         stop: The element after its last one in the chunk.
-        at: Where in the chunk that first element is.
+        at: Position of that first element in the chunk.
     """
 
     k: int
@@ -66,7 +66,7 @@ class ShardedBucket:
         device: Device of the parameters and of the state.
         params: The parameters.
         names: Their names, for messages.
-        layout: Where each is in the flat bucket.
+        layout: Positions of the parameters in the flat bucket.
         counts: Real elements of each block, int32 [W, J].
         momentum: c - (1-β1)·q, the part of c that stays when its frame q is sent; float32 or bfloat16 [W·N].
         variance: float32 [N].
@@ -77,7 +77,7 @@ class ShardedBucket:
         mean: Their mean, float32 [N]; in the warm-up, and after frames were loaded from a checkpoint. Default None.
         grad_stats: Sums of the last step for `health.GradStats`, 0-dimensional float32. Default None.
         ready: Stage 2: parameters that have a gradient from this backward pass. Default: none.
-        gate: 0-dimensional bool, in a step whose votes are read late: False on all ranks if they skip it. Default None.
+        gate: 0-dimensional bool, in a step with late votes: False on all ranks if they skip it. Default None.
         masters: Stage 0: whole masters of parameters in less than float32, on every rank. Default: none.
     """
 
@@ -126,7 +126,7 @@ class ShardedBucket:
             group_index: Index of its parameter group.
             group: The parameter group.
             members: Parameters and their names; all on one device.
-            layout: Where each is in the flat bucket.
+            layout: Positions of the parameters in the flat bucket.
             rank: This rank.
             momentum_dtype: torch.float32 or torch.bfloat16.
             is_warm: Whether it begins with a warm-up. Default False.

@@ -18,7 +18,7 @@ class EarlyFrames(Overlap):
         super().__init__(rank, is_on)
         self._rule, self._buckets = rule, buckets
         self._weights: dict[int, tuple[float, float]] = {}  # by bucket, of the frames sent in this step
-        self._steps = 0  # number of steps whose frames went up early
+        self._steps = 0  # number of steps with frames that went up early
         self._warms_up = False
 
     def look_ahead(self) -> None:
@@ -45,7 +45,7 @@ class EarlyFrames(Overlap):
         return super().has_changed(scale) or any(are_others)
 
     def count_resent(self, ranks: Sequence[int]) -> None:
-        """As `Overlap.count_resent`; also counts the step as one whose frames went up early."""
+        """As `Overlap.count_resent`; also counts the step as one with early frames."""
         self._steps += 1
         super().count_resent(ranks)
 

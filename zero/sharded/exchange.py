@@ -87,13 +87,13 @@ class ShardedConfig:
 
         Args:
             bucket: The bucket.
-            ahead: Ask about the step this many later. Default 0.
+            ahead: Check the step this many later. Default 0.
         """
         return bucket.is_warm and max(int(count) for count in bucket.steps) + ahead <= self.warmup_steps
 
 
 def codec_down(what: str, name: str, block: int) -> Codec:
-    """Return the codec of what comes down.
+    """Return the codec of the frames that come down.
 
     Args:
         what: Name of the option, for messages.
@@ -273,7 +273,7 @@ class Sharded:
         return Received(g, received_WB, blocks, heard)
 
     def _codec_up(self, bucket: ShardedBucket) -> Codec:
-        """Return the codec of what goes up in the step that this bucket has begun."""
+        """Return the codec of the frames that go up in the step that this bucket has begun."""
         if not bucket.is_warm:
             return self.config.codec
         return Int8Codec(self.config.codec.block) if self.config.warmup_codec is None else self.config.warmup_codec
@@ -291,7 +291,7 @@ class Sharded:
         return q, mean
 
     def keep_mean(self, bucket: ShardedBucket, arrived: Received) -> None:
-        """Keep what the next step needs: in the warm-up the mean, later the frames if gradients are clipped.
+        """Keep the inputs of the next step: in the warm-up the mean, later the frames if gradients are clipped.
 
         In the warm-up a block that was not seen keeps its last mean.
         """
@@ -328,6 +328,7 @@ class Sharded:
         frame_1B = torch.empty(1, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
         counts_1J = blocks.counts_J.view(1, -1)
         if self.config.stage == 0:
+            # update ← update + residual - its decoded frame, the new residual
             codec.encode(update.view(1, N), bucket.owned.view(1, N), frame_1B, counts_1J)
             arithmetic.keep_unseen_(bucket.owned, update, blocks.seen_J, block)
         else:

@@ -36,7 +36,7 @@ class ShardedLambRule(ShardedAdamRule):
         if not 0.0 <= coeff_beta < 1.0:
             raise ValueError(f"coeff_beta must lie in [0, 1), got {coeff_beta}")
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
-        self._agreed: dict[int, Tensor] = {}  # by bucket: moving average behind a_l, uncorrected, [K]
+        self._agreed: dict[int, Tensor] = {}  # by bucket: moving average of a_l, uncorrected, [K]
 
     def options(self) -> Mapping[str, object]:
         return {"max_coeff": self.max_coeff, "min_coeff": self.min_coeff, "coeff_beta": self.coeff_beta}
@@ -96,7 +96,7 @@ class ShardedOnebitLamb(ShardedOnebitOptimizer):
     It is used like `ShardedOnebitAdam`, and has the same steps 1, 2 and 4, m̂ and D. Each parameter l is a layer, and
     its owners (one, or several with a part each) move it by
 
-    3. u = m̂/D + wd·master;  r_l = ‖master_l‖/‖ũ_l‖ within [min_coeff, max_coeff], 1 where either norm is zero
+    3. u = m̂/D + wd·master;  r_l = ‖master_l‖/‖ũ_l‖ within [min_coeff, max_coeff], 1 if either norm is zero
        master = master - lr·r_l·u
 
     ‖ũ_l‖ estimates ‖u_l‖ without compression of the momentum. A block has one scale, so in m̂/D elements of small

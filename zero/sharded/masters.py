@@ -82,4 +82,4 @@ class TakenMasters:
         params, self._bits = self._buckets.params, None
         self._versions = [p._version for p in params]
         if self._are_kept and not self._is_warned and is_inspected(step):
-            self._bits = replicas.fingerprints(params)
+            self._bits = replicas.fingerprints(params)  # finds edits that torch's versions do not count

@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ShardStats(Stats):
-    """What the last step did; see `onebit.step.stats.Stats`.
+    """Facts about the last step; see `onebit.step.stats.Stats`.
 
     Attributes:
         phase: "warmup", "compressed", or "local" if the step sends nothing.
@@ -87,11 +87,11 @@ class ShardedOptions(SharedOptions, total=False):
     finite, and no other. Accumulate in `no_sync()`, which keeps gradients whole. Stage 2 refuses max_grad_norm: no
     global norm is known when the first bucket leaves. 0 (only ShardedOnebitAdam): keep parameters whole on every rank,
     and masters too, of those in less than float32. Default 1.
-    differences: format of what comes down at stages 1 and 2, "int4" (default) or "sign".
+    differences: send differences of parameters down in this format at stages 1 and 2, "int4" (default) or "sign".
     max_grad_norm: clip by an estimate of the global norm (0: off).
-    momentum_dtype: dtype of c, torch.bfloat16 (default) or torch.float32.
-    block: elements per scale. Default 256.
-    variance_floor, update_limit: bound D, see `ShardedOnebitAdam`. Default .01 and 5.
+    momentum_dtype: keep c in this dtype, torch.bfloat16 (default) or torch.float32.
+    block: share one scale among this many elements. Default 256.
+    variance_floor, update_limit: bound D from below, see `ShardedOnebitAdam`. Default .01 and 5.
     warmup_steps: send eight bits up in this many steps at the beginning; one bit is then too coarse for a variance of
     few steps, and some runs never recover from it (scripts/records/sharded_2026-11.md). 0: none. Default 64.
     warmup_codec: send gradients up in this format in these steps; `Log4Codec` halves their bytes. None (default):
@@ -121,7 +121,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         params: Parameters or groups, the same on all ranks.
         defaults: Default of each key of a group, as for torch.optim.Optimizer.
         rule: The step of one bucket.
-        updates: Format of what comes down at stage 0. Default None: there is no such stage.
+        updates: Format of the updates that come down at stage 0. Default None: there is no such stage.
         stage: See `ShardedOptions`, as for all further options.
         differences: See there.
         block: See there.
@@ -135,7 +135,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
     Attributes:
         rule: The step of one bucket.
-        stats: What the last step did.
+        stats: Facts about the last step.
         overlap: Frames that go up during backward.
         placement: The exchange.
         masters: Whether masters were taken from the parameters.
@@ -262,7 +262,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
     @torch.no_grad()
     def on_gradient(self, p: Tensor) -> None:
-        """Send what can go now that p's gradient has been accumulated. Called by its hook."""
+        """Launch the buckets that are complete with p's new gradient. Called by its hook."""
         if self._is_paused or self._join.is_on:
             return
         detach_version_(p.grad)
@@ -308,7 +308,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         bucket.ready.add(p)
         while self._has_caught_up() and (rest := self.buckets[self._driver.launched :]) and rest[0].is_complete:
             if len(rest) == 1 and any(q.requires_grad for q in self.buckets.frozen):
-                return  # the last vote includes frozen parameters, whose gradients may still come
+                return  # the last vote includes frozen parameters; their gradients may still come
             self._launch(rest[0], self._launched_scale if self._driver.launched else self._unscale())
 
     def _has_caught_up(self) -> bool:

@@ -216,7 +216,7 @@ class Votes:
         """
         is_silent, gradients = self._rule.is_silent(), self._own(buckets, scale)
         rank = self._transport.rank
-        if mine.summary.resends:
+        if mine.summary.resends:  # a NaN closes the gates on all ranks
             gradients.sums.fill_(math.nan)
         if is_silent:
             votes: Sequence[StepVote] = [mine.with_sums(gradients.sums)]

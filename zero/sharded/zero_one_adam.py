@@ -99,7 +99,7 @@ class ShardedZeroOneRule(ShardedAdamRule):
         if self._since_sync == 0:
             self._interval = self.synchronisations.interval(self._steps, lr, max(self._peak_lr, lr))
             if any(self.placement.config.warms_up(bucket, ahead=1) for bucket in self.buckets):
-                self._interval = 1
+                self._interval = 1  # nothing is skipped in the warm-up
         self._is_skipping, self._has_sent = self._since_sync + 1 < self._interval, False
 
     def is_silent(self) -> bool:
