@@ -38,7 +38,7 @@ SHARDED, LOCAL = ("sharded int4", "sharded sign"), "local steps"
 _FLOAT32, _MOMENTS = 4.0, 8.0
 _ELEMENTS, _BLOCK = 1 << 20, 256
 
-# Measured costs of one rank, 2 cores, November 2026: see the record that `comm/cost.py` names.
+# Costs of a rank with its own processor, 2 cores, November 2026: from the record that `comm/cost.py` names.
 _ONE_BIT_S, _DENSE_S = 3.48e-9, 5.67e-9
 _LATENCY_S, _START_S = 1.9e-4, 1.3e-3
 _UNHIDDEN = 0.1

@@ -23,7 +23,7 @@ from .in_node import InNode, uses_files
 class OneBit(Form):
     """A form with an optimizer that does the data-parallel exchange."""
 
-    optimizer: Any  # has stats
+    optimizer: Any  # its stats report on the step
     keys = frozenset(
         {
             "codec", "warmup_codec", "compression", "error_dtype", "block", "variance_floor", "check_replicas_every",

@@ -53,7 +53,7 @@ class ShardedAdamRule(ShardedRule):
         blocks = arrived.blocks
         del arrived
         frame_B = self.placement.step_own(bucket, blocks, update, lr=numbers.lr, decay=decay)
-        del update  # free it now: all buckets are in memory until they have come down
+        del update  # free it now: all buckets wait until every frame has come down
         return (yield from self.placement.send_down(bucket, seen, frame_B, lr=numbers.lr, decay=decay))  # 4
 
     def update(

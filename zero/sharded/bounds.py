@@ -63,13 +63,15 @@ class Bounds:
         median, (usual, steps) = median_of([math.sqrt(x) for x in squares]), self.usual.get(first, (0.0, 0))
         if median > 0.0:
             steps = min(steps + 1, _MEMORY)
-            known = min(median, 2.0 * usual) if usual else median  # a burst on all ranks hardly raises the usual norm
+            known = min(median, 2.0 * usual) if usual else median  # limits the effect of a burst on all ranks
             self.usual[first] = usual + (known - usual) / steps, steps
 
     def record(self) -> dict[int, tuple[float, int]]:
+        """Return the usual norms, for a checkpoint."""
         return dict(self.usual)
 
     def load_record(self, record: Mapping[int, tuple[float, int]]) -> None:
+        """Take over the usual norms of a checkpoint."""
         self.usual = {first: (norm, steps) for first, (norm, steps) in record.items()}
 
 

@@ -39,10 +39,12 @@ class GradStats:
         return GradStats(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def to_bytes(self) -> bytes:
+        """Return the four sums as little-endian float64, 32 bytes, for a vote."""
         return _GRAD_STATS.pack(*astuple(self))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> GradStats:
+        """The inverse of `to_bytes`."""
         return cls(*_GRAD_STATS.unpack(data))
 
 

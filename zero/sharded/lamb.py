@@ -36,7 +36,7 @@ class ShardedLambRule(ShardedAdamRule):
         if not 0.0 <= coeff_beta < 1.0:
             raise ValueError(f"coeff_beta must lie in [0, 1), got {coeff_beta}")
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
-        self._agreed: dict[int, Tensor] = {}  # by bucket: moving average of a_l, uncorrected, [K]
+        self._agreed: dict[int, Tensor] = {}  # by bucket: average of a_l, uncorrected, float64 [K]
 
     def options(self) -> Mapping[str, object]:
         return {"max_coeff": self.max_coeff, "min_coeff": self.min_coeff, "coeff_beta": self.coeff_beta}

@@ -73,6 +73,7 @@ class ShardedRule(BucketRule[ShardedBucket]):
         return StepNumbers.of(bucket.group)
 
     def after_step(self) -> str:
+        """Return the phase of the step just taken, for `ShardStats`."""
         return "warmup" if any(bucket.is_warm for bucket in self.buckets) else "compressed"
 
     def steps_taken(self) -> int:
