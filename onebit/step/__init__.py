@@ -1,1 +1,1 @@
-"""A step: what a bucket's step says, who runs those of all buckets, how a bucket is exchanged, when it may leave."""
+"""The step: the phases of a bucket's step, the driver of all buckets, their exchange, and overlap with backward."""

@@ -1,8 +1,8 @@
-"""What the step of a bucket yields: Works, and then what it says where the steps of all buckets meet.
+"""The protocol of a bucket's step: it yields Works, and Meetings at which the steps of all buckets wait for each other.
 
-A rule (`rule.py`) writes a bucket's step as one generator. It yields each `Work` that it launches, and goes on when
-that is done. Then it yields a `Meeting`, waits until the steps of all buckets have come to theirs, and is told what
-all ranks have decided. `driver.py` runs them.
+A rule (`rule.py`) writes a bucket's step as one generator. It yields each `Work` that it launches, and continues when
+that is done. Then it yields a `Meeting`, waits until the steps of all buckets have reached theirs, and receives the
+decision of all ranks. `driver.py` runs the generators.
 """
 
 from __future__ import annotations
@@ -19,19 +19,25 @@ from ..layout.buckets import AnyBucket
 
 
 class Meeting:
-    """What a bucket's step says where the steps of all buckets wait for each other."""
+    """A point at which a bucket's step waits for the steps of all other buckets."""
 
 
 class Ready(Meeting):
-    """Nothing has been sent: it waits for a vote on the gradients. The answer is a `Decision`; a skipped step ends."""
+    """Nothing has been sent: the step waits for a vote on the gradients.
+
+    The answer is a `Decision`; a skipped step ends.
+    """
 
 
 @dataclass
 class Arrived(Meeting):
-    """All that was exchanged is here, and nothing has been written. The answer is a `Decision`; a skipped step ends.
+    """The exchange is complete, and nothing has been written. The answer is a `Decision`; a skipped step ends.
 
-    witness: of the frames that have arrived. mean_gradient: float32 [W·N], where gradients were exchanged: for their
-    norm. In a step without traffic grads: this rank's own, and scale: what they are to be multiplied by.
+    Attributes:
+        witness: Shows whether the frames that have arrived are finite. Default None: no frames.
+        mean_gradient: The mean gradient, float32 [W·N], if gradients were exchanged; its norm is taken. Default None.
+        grads: In a step without traffic, this rank's own gradients. Default ().
+        scale: Factor by which grads are to be multiplied. Default 1.
     """
 
     witness: Witness | None = None
@@ -42,9 +48,12 @@ class Arrived(Meeting):
 
 @dataclass
 class OwnersReplied(Meeting):
-    """What owners say of their chunks is here, all of it finite, and no parameter has moved.
+    """The owners' results for their chunks have arrived, all of them finite, and no parameter has moved.
 
-    The answer: whether the step counts. A bucket that all ranks skip ends.
+    The answer is whether the step counts. A bucket's step ends if all ranks skip it.
+
+    Attributes:
+        witness: Shows whether the frames that the owners have sent are finite.
     """
 
     witness: Witness
@@ -52,11 +61,15 @@ class OwnersReplied(Meeting):
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks have decided. seen: for each parameter from number `first` on, whether any rank has a gradient.
+    """The decision of all ranks on a step.
 
-    clip_factor: for a mean gradient, or for the gradients that are to be sent; what was exchanged in other steps has
-    been clipped before. A tensor of no dimensions if the host has not waited for it. grads_nonfinite: in a step without
-    traffic, whether this replica's gradients count as zero. moves: False: parameters stay, until the rule's `follow`.
+    Attributes:
+        seen: For each parameter from number `first` on, whether any rank has a gradient.
+        clip_factor: Factor for a mean gradient, or for the gradients that are about to be sent; other exchanges have
+            been clipped before. A tensor of no dimensions if the host has not waited for it. Default 1.
+        grads_nonfinite: In a step without traffic, whether this replica's gradients count as zero. Default False.
+        first: Number of the parameter at seen[0]. Default 0.
+        moves: Whether parameters move now. False: they stay until the rule's `follow`. Default True.
     """
 
     seen: Sequence[bool]
@@ -66,9 +79,9 @@ class Decision:
     moves: bool = True
 
     def of(self, bucket: AnyBucket) -> Sequence[bool]:
-        """For each of the bucket's parameters."""
+        """The part of `seen` that belongs to the bucket's parameters."""
         return self.seen[bucket.first - self.first :][: len(bucket.params)]
 
 
-Answer: TypeAlias = Any  # to an Arrived a Decision; to others what the rule's `meet` says
+Answer: TypeAlias = Any  # a Decision for an Arrived; for other meetings, what the rule's `meet` returns
 BucketStep: TypeAlias = Generator[Work | Meeting, Answer, None]

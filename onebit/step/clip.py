@@ -1,7 +1,8 @@
-"""Clipping by the norm of the mean gradient, with one meaning: while it is known, and when it no longer is.
+"""Clipping by the norm of the mean gradient: exact in warm-up, estimated afterwards.
 
-In warm-up the mean gradient is there, and its norm is exact. Once momentum travels in its place nobody holds it; its
-norm is then estimated from what each rank knows of its own. Both come out the same on every rank, to the bit.
+In warm-up all ranks have the mean gradient, so its norm is exact. Once ranks exchange momentum instead, no rank has it;
+the norm is then estimated from numbers that each rank computes of its own gradients. Both are bit-identical on all
+ranks.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ Number = TypeVar("Number", float, Tensor)
 
 @dataclass
 class Clipper:
-    """The rule of torch.nn.utils.clip_grad_norm_: factor = min(1, max_norm/norm); max_norm 0: off.
+    """Computes clip factors by the rule of torch.nn.utils.clip_grad_norm_: factor = min(1, max_norm/norm).
 
-    average: the momentum's moving average, of the factors instead of the gradients, and its weight. norm: the last one
-    asked about; None where it was not finite.
+    Attributes:
+        max_norm: Largest norm of the mean gradient; 0 turns clipping off.
+        average: Moving average of the clip factors, with the momentum's β1, and its total weight.
+        norm: The last norm for which a factor was asked; None if it was not finite.
     """
 
     max_norm: float
@@ -42,22 +45,27 @@ class Clipper:
     norm: float | None = field(default=None, repr=False)
 
     def factor(self, norm: float) -> float:
-        """What to multiply gradients by; NaN where the norm is not finite."""
+        """The factor for gradients of this norm; NaN if the norm is not finite."""
         self.norm = norm if math.isfinite(norm) else None
         return min(1.0, self.max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
 
     def estimated_factor(self, votes: Sequence[StepVote], world_size: int) -> float:
-        """The factor for gradients that are not averaged yet."""
+        """The factor for gradients that are not averaged yet, from the votes of all ranks. Sends nothing."""
         sums = [(vote.norm_squared, vote.product) for vote in votes]
         return self.factor(estimated_norm(sums, world_size, self._mean_factor))
 
     def late_factor(self, sums_W2: Tensor, world_size: int) -> Tensor:
-        """The same of votes that the host has not read, where all of their sums are finite; `norm` stays as it is.
+        """`estimated_factor` of votes that the host has not read. Does not wait for the device; `norm` does not change.
 
-        float64, of no dimensions, on the device of the sums, float64 [W, 2]. Waits for nothing.
+        Args:
+            sums_W2: norm_squared and product of each rank's vote, float64 [W, 2], all of them finite.
+            world_size: Number of ranks.
+
+        Returns:
+            The factor, float64, of no dimensions, on the device of the sums.
         """
         norm = estimated_norm([row.unbind() for row in sums_W2], world_size, self._mean_factor)
-        # A tensor by a tensor: torch has a number divided by a tensor round twice.
+        # We divide a tensor by a tensor: torch rounds twice when it divides a number by a tensor.
         return torch.full_like(norm, self.max_norm).div_(norm + 1e-6).clamp_(max=1.0)
 
     @property
@@ -66,34 +74,42 @@ class Clipper:
         return average / weight if weight > 0.0 else 1.0
 
     def remember(self, factor: float, beta1: float) -> None:
-        """A step with this factor was taken."""
+        """Add the clip factor of a step that was taken to the moving average."""
         average, weight = self.average
         self.average = beta1 * average + (1.0 - beta1) * factor, beta1 * weight + (1.0 - beta1)
 
 
 def estimated_norm(sums: Sequence[Sequence[Number]], world_size: int, mean_clip_factor: float) -> Number:
-    """An estimate of ‖mean g‖ from what each rank knows: ‖μ‖² + σ²/n with ‖μ‖² ≈ <ḡ, m̂>/k.
+    """Estimate ‖mean g‖ from sums that each rank knows: ‖μ‖² + σ²/n with ‖μ‖² ≈ <ḡ, m̂>/k.
 
     N² = mean‖g_i‖²/n + (1 - 1/n)·max(0, mean <g_i, m̂>/k); k undoes the clipping of the gradients that m̂ averages.
-    sums: norm_squared and product of the votes of all n ranks, or of one rank's own, from which the means are
-    estimated; floats, or tensors of no dimensions. Exact for a world of one. Sums run in rank order: the same
-    everywhere.
+    Exact for a world of one. Sums run in rank order, so that all ranks get the same bits.
+
+    Args:
+        sums: norm_squared and product of the votes of all n ranks, or of one rank, from which the means are estimated.
+            Floats, or tensors of no dimensions.
+        world_size: Number of ranks n.
+        mean_clip_factor: The moving average k of the clip factors.
     """
     n, columns = world_size, tuple(zip(*sums, strict=True))
     mean_squared, product = (sum(column[1:], start=column[0]) / len(sums) for column in columns)
     common = product / mean_clip_factor
-    common = (common + abs(common)) / 2  # max(0, common), of a tensor too
+    common = (common + abs(common)) / 2  # max(0, common), for a tensor too
     return (mean_squared / n + (1.0 - 1.0 / n) * common) ** 0.5  # type: ignore[no-any-return]
 
 
 class GradientNorm:
-    """What the clipper asks of a step's gradients: of all buckets, and all parts of the model."""
+    """Computes the sums from which the clipper takes its norm, over all buckets and all parts of the model."""
 
     def __init__(self, transport: Transport, parts: ModelParallelGroup, buckets: Buckets[Bucket], rule: Rule):
         self._transport, self._parts, self._buckets, self._rule = transport, parts, buckets, rule
 
     def of_means(self, means: Sequence[Tensor | None]) -> float:
-        """Of mean gradients, float32 [W·N], one for each bucket that has one. All ranks; see `exact_norm`."""
+        """The norm of the mean gradients. All ranks. Sends as `exact_norm` does.
+
+        Args:
+            means: Mean gradient of each bucket, float32 [W·N]; None for a bucket without one.
+        """
         squares = sum(b.own_squares(g) for b, g in zip(self._buckets, means, strict=True) if g is not None)
         return exact_norm(self._transport, self._parts, squares, self._buckets[0].device)
 
@@ -108,16 +124,16 @@ class GradientNorm:
         return norm_squared, product
 
     def own_sums_on_device(self, scale: float) -> Tensor:
-        """The same of a model in one piece; see `gradient_sums`."""
+        """`own_sums` for a model in one piece, as a tensor on the device; see `gradient_sums`."""
         return gradient_sums(self._gradients_and_momenta(), self._shares(), scale, self._buckets[0].device)
 
     def _shares(self) -> list[float]:
-        """Of every parameter that has a gradient here, this rank's share of its sums."""
+        """This rank's share of the sums, for every parameter that has a gradient here."""
         pairs = [pair for b in self._buckets for pair in zip(b.gradients(), b.share_K, strict=True)]
         return [share for g, share in pairs if g is not None]
 
     def _gradients_and_momenta(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of every parameter that has a gradient here; a momentum may be a copy."""
+        """The gradient and momentum of every parameter that has a gradient here; a momentum may be a copy."""
         for bucket in self._buckets:
             m_views = bucket.layout.flat_views(self._rule.momentum(bucket))
             pairs = zip(bucket.masked_gradients(), m_views, strict=True)
@@ -127,9 +143,16 @@ class GradientNorm:
 def exact_norm(
     transport: Transport, model_parallel_group: ModelParallelGroup, own_squares: float, device: torch.device
 ) -> float:
-    """The norm of a tensor that all ranks hold, from the sum of squares that each finds in its own part of it.
+    """The norm of a tensor that all ranks hold, from the sum of squares that each rank has computed of its own part.
 
-    Of all shards together: the same on all ranks, whatever their threads. Sends 8 bytes to each peer.
+    It covers all shards together, and is the same on all ranks, however many threads each has. All ranks. Sends 8 bytes
+    to each peer.
+
+    Args:
+        transport: Between the replicas.
+        model_parallel_group: The ranks that hold the parts of this replica.
+        own_squares: Sum of squares over this rank's part.
+        device: Device of the messages.
     """
     shares = gather_bytes(transport, struct.pack("<d", own_squares), device)
     (total,) = model_parallel_group.total(sum(struct.unpack("<d", share)[0] for share in shares))

@@ -1,7 +1,7 @@
-"""DelayedSteps: steps that land in the next one (`delay=1`): left under way, advanced meanwhile, landed or dropped.
+"""Delayed steps (`delay=1`): a step is left under way, advanced while the next one computes, then landed or dropped.
 
-What is kept of such a step, and how that is saved, is in `under_way.py`; whether it is good, and how it is committed,
-is asked of the optimizer, whose other steps are decided alike.
+`under_way.py` has the record of such a step, and saves it. The optimizer judges and commits it, by the same functions
+as its other steps.
 """
 
 from __future__ import annotations
@@ -28,16 +28,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Landed:
-    """A step that was taken, whose parameters have yet to move, with the options it was sent with."""
+    """A step that was taken, but has not moved its parameters yet.
+
+    Attributes:
+        decision: The decision of all ranks.
+        options: For each group, the options with which the step was sent.
+    """
 
     decision: Decision
     options: list[Group]
 
 
 class DelayedSteps:
-    """The step under way, if there is one; all ranks do alike. computing: what a step computes, without what is here.
+    """Holds the step under way, if there is one. All ranks call every method, in the same order.
 
-    step: sent, and not landed; None: there is none.
+    Args:
+        driver: Runs the steps of all buckets.
+        buckets: All buckets.
+        rule: The optimizer's rule.
+        placement: How buckets are exchanged.
+        computing: Measures how long a step computes; the work done here is not counted.
+
+    Attributes:
+        step: The step that was sent and has not landed; None if there is none.
     """
 
     def __init__(
@@ -54,7 +67,13 @@ class DelayedSteps:
         self._computing = computing
 
     def leave(self, ballot: Ballot, clip_factor: float, ahead: Lookahead | None) -> None:
-        """What was launched travels while the next step computes, where parameters will about be when it lands."""
+        """Leave the launched step under way, and move the parameters to about where they will be when it lands.
+
+        Args:
+            ballot: The step's vote.
+            clip_factor: Factor by which its gradients were multiplied.
+            ahead: How far parameters look ahead. None: not at all.
+        """
         self._driver.suspend()
         if self._placement.hierarchy.local_size > 1:  # the sum inside the node
             self._driver.advance(range(len(self._buckets)), is_awaited=True)
@@ -63,7 +82,10 @@ class DelayedSteps:
         self._look_ahead(ahead, 1.0)
 
     def _look_ahead(self, ahead: Lookahead | None, sign: float) -> None:
-        """There, or with the other sign back. By numbers that all ranks have agreed on: they belong to a step taken."""
+        """Move the parameters ahead (sign 1) or back (-1).
+
+        The numbers were agreed on by all ranks: they belong to a step that was taken.
+        """
         if ahead is not None:
             decision = Decision(ahead.seen)
             for bucket, weight in zip(self._buckets, ahead.weights, strict=True):
@@ -71,12 +93,12 @@ class DelayedSteps:
                 bucket.masters.write_back(decision.of(bucket))
 
     def advance(self) -> None:
-        """Another gradient of the next step has come: launch the second phases that are due."""
+        """Launch the second phases that are due, after another gradient of the next step has been computed."""
         if self.step is not None:
             self._launch_second_phase(self.step.due(len(self._buckets.params)))
 
     def advance_all(self) -> None:
-        """Launch the second phases that have not been: no gradient of the next step may come."""
+        """Launch all remaining second phases, because the next step may have no further gradients."""
         if self.step is not None:
             self._launch_second_phase(self.step.until(len(self._buckets)), is_awaited=True)
 
@@ -85,11 +107,17 @@ class DelayedSteps:
             self._driver.advance(indices, is_awaited=is_awaited)
 
     def land(self, is_good: Callable[[Ballot], bool], commit: Callable[[Decision, float], None]) -> list[str] | None:
-        """Decide the step under way, and commit it, with the options it was sent with. None, where it was taken.
+        """Decide the step under way and commit it, with the options with which it was sent.
 
-        `follow` moves the parameters then: the next step need not wait for that. Where all ranks skip it, the
-        parameters whose gradients here were not finite. is_good: whether the step of this vote counts; where it raises,
-        the step is under way as it was. commit: with this clip factor.
+        If it is taken, `follow` moves the parameters later: the next step need not wait for that.
+
+        Args:
+            is_good: Returns whether the step of this vote counts. If it raises, the step is under way again, as it was.
+            commit: Commits the decision, with this clip factor.
+
+        Returns:
+            None if the step was taken. If all ranks skip it, the names of the parameters for which this rank has sent
+            values that are not finite.
         """
         step = self.step
         assert step is not None
@@ -99,7 +127,7 @@ class DelayedSteps:
             try:
                 is_taken = is_good(step.ballot)
             except BaseException:
-                self._driver.suspend()  # a state saved now has it still
+                self._driver.suspend()  # a state that is saved now must still contain the step
                 self._look_ahead(step.ahead, 1.0)
                 raise
             self.step = None
@@ -112,7 +140,7 @@ class DelayedSteps:
         return [name for bucket, sent in pairs for name in self._placement.spoilt(bucket, sent)]
 
     def follow(self) -> None:
-        """Move the parameters by the step that has landed, where they have not moved yet."""
+        """Move the parameters by the step that has landed, if they have not moved yet."""
         landed, self._landed = self._landed, None
         if landed is None:
             return
@@ -122,7 +150,7 @@ class DelayedSteps:
                 bucket.masters.write_back(landed.decision.of(bucket))
 
     def drop(self) -> None:
-        """Forget the step under way, once it is here. Nothing was written."""
+        """Wait for the step under way, and forget it. Nothing was written."""
         if self.step is not None:
             self._driver.resume()
             self._driver.meet()
@@ -131,7 +159,12 @@ class DelayedSteps:
             self.step = None
 
     def send_again(self, record: State, ahead: Lookahead | None) -> None:
-        """Launch a step that was under way when its state was saved; the rest of the state is in place."""
+        """Launch a step that was under way when its state was saved. The rest of the state must have been loaded.
+
+        Args:
+            record: The saved step, from `StepUnderWay.record`.
+            ahead: How far parameters look ahead until it lands. None: not at all.
+        """
         header, mine = vote_of(record, len(self._buckets.frozen))
         with torch.no_grad():
             self._driver.begin()

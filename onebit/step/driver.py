@@ -1,12 +1,13 @@
-"""The step machine: where a step is, what may happen next, and the steps of all buckets side by side.
+"""The step machine: the state of a step, the events it allows next, and the steps of all buckets side by side.
 
-`StepState` and `TRANSITIONS` are all that can become of a step, of replicated, sharded and local placements. `Driver`
-takes the buckets through them, from the first Work to the last meeting.
+`StepState` and `TRANSITIONS` define every course that a step can take, for replicated, sharded and local placements.
+`Driver` takes the buckets through them, from the first Work to the last meeting.
 
-A bucket's next phase is launched after phase 1 of the bucket that follows it; what is left is brought home in rounds.
-So every rank launches the same sequence of operations, whether during backward or in step(), in a channel apart from
-all others. What is due waits for the phase before it. A hook does not: a peer may send that only in step(), and wait
-for this rank in between, in a collective of the script's own. So hooks go on as far as `catch_up`, and step() waits.
+A bucket's next phase is launched after phase 1 of the bucket that follows it; the remaining phases are completed in
+rounds. So every rank launches the same sequence of operations, whether during backward or in step(), in a separate
+channel. A phase that is due waits for the phase before it. A hook must not wait: a peer may send that phase only in
+step(), and until then wait for this rank in a collective of the script. So hooks launch only what `catch_up` finds
+ready, and step() waits.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from ..comm import Exchange, ExchangeTask, Transport, Work
 from ..layout.buckets import B
 from .bucket_step import Answer, Arrived, BucketStep, Decision, Meeting
 
-_PAUSE_S = 1e-4  # between two looks at what has come
+_PAUSE_S = 1e-4  # between two checks for data from other ranks
 
 Meet: TypeAlias = Callable[[Sequence[B], Sequence[Meeting]], Sequence[Answer]]
 
 
 class StepState(Enum):
-    """Where a step is."""
+    """The state of a step."""
 
     IDLE = "none has begun"
     BEGUN = "its kind and its options are settled, nothing has been sent"
@@ -59,13 +60,24 @@ TRANSITIONS: Mapping[tuple[StepState, str], StepState] = {
 
 
 def moved(state: StepState, event: str) -> StepState:
-    """The state that follows."""
+    """The state that follows this one after the event. An event that is not in `TRANSITIONS` is an error of ours.
+
+    Args:
+        state: The state before the event.
+        event: "begin", "launch" and so on, as in `TRANSITIONS`.
+    """
     assert (state, event) in TRANSITIONS, f"a step cannot {event} when {state.value}"
     return TRANSITIONS[state, event]
 
 
 class BucketTask(Generic[B]):
-    """A bucket's step under way. meeting: the one that it has come to; None: it is through."""
+    """A bucket's step under way.
+
+    Attributes:
+        bucket: The bucket.
+        meeting: The meeting that the step has reached; None if it has reached none, or has ended.
+        exchange: Its Works up to the first meeting.
+    """
 
     def __init__(self, bucket: B, step: BucketStep):
         self.bucket = bucket
@@ -74,16 +86,17 @@ class BucketTask(Generic[B]):
         self.exchange = ExchangeTask(self._works(next(step, None)))
 
     def _works(self, yielded: Work | Meeting | None) -> Exchange:
-        """From what the step has yielded, the Works up to its next meeting, or to its end."""
+        """The Works from this one on, up to the step's next meeting or its end."""
         while yielded is not None and not isinstance(yielded, Meeting):
             yield yielded
             yielded = next(self._step, None)
         self.meeting = yielded
 
     def answer(self, answer: Answer) -> Exchange | None:
-        """Tell it what was decided at its meeting. What it exchanges then; None: it has gone on without any exchange.
+        """Send the step the answer to its meeting.
 
-        That is to its next meeting, or to its end.
+        Returns:
+            The exchange up to its next meeting or its end; None if it got there without an exchange.
         """
         try:
             yielded = self._step.send(answer)
@@ -96,17 +109,25 @@ class BucketTask(Generic[B]):
         return None
 
     def close(self) -> None:
-        """Give the step up. Nothing has been written."""
+        """End the step early. Nothing has been written."""
         self._step.close()
 
 
 class Driver(Generic[B]):
-    """Runs one step of all buckets, and knows its state.
+    """Runs one step of all buckets, and knows its state. All ranks launch the same buckets in the same order.
 
-    tasks: of the buckets that have begun their step. due: those whose next phases are the next operations. phases: of
-    an exchange, see `Hierarchy.phases`; each begins with the first of the bucket that comes as many buckets later.
-    on_comm_stream: on CUDA buckets are launched on a stream apart, unless they free gradients, whose memory the
-    backward pass would take for its own at once.
+    Args:
+        transport: Moves the buckets, in a channel that the driver makes.
+        phases: Phases of an exchange, see `Hierarchy.phases`. After a bucket's first phase follow the second phase of
+            the bucket before it, the third of the one before that, and so on.
+        on_comm_stream: On CUDA, whether buckets are launched on a separate stream. Default True. False for buckets that
+            free gradients: the backward pass would reuse their memory at once.
+
+    Attributes:
+        state: The state of the step.
+        channel: The driver's channel.
+        tasks: The buckets that have begun their step, in order.
+        due: The buckets whose next phases are the next operations to launch.
     """
 
     def __init__(self, transport: Transport, phases: int, *, on_comm_stream: bool = True):
@@ -120,18 +141,23 @@ class Driver(Generic[B]):
 
     @property
     def launched(self) -> int:
-        """How many buckets the next step has sent; of one that is suspended, none."""
+        """Number of buckets that the next step has sent; 0 while a step is suspended."""
         return 0 if self.state is StepState.SUSPENDED else len(self.tasks)
 
     def begin(self) -> None:
-        """A step begins: its kind and options are settled."""
+        """Begin a step, now that its kind and options are settled."""
         self.state = moved(self.state, "begin")
 
     def launch(self, bucket: B, step: BucketStep, *, is_alone: bool = False) -> None:
-        """Begin the next bucket's step, up to its first Work; then earlier buckets' next phases are due.
+        """Begin the next bucket's step, up to its first Work; after that, earlier buckets' next phases are due.
 
-        Waits for what was due before: hooks ask `catch_up` first. is_alone: nothing is due, and it comes after what was
-        computed so far: what it reads may go once this returns.
+        Waits for phases that were due before: hooks call `catch_up` first.
+
+        Args:
+            bucket: The next bucket, in order of index.
+            step: Its step.
+            is_alone: Whether to launch nothing else, and on the current stream, after everything computed so far:
+                tensors that the step reads may be freed once this returns. Default False.
         """
         assert bucket.index == len(self.tasks)
         self.state = moved(self.state, "launch")
@@ -147,13 +173,24 @@ class Driver(Generic[B]):
 
     @contextmanager
     def sending(self, buckets: Sequence[B]) -> Iterator[None]:
-        """These are launched in here, of which all gradients are there: the channel and the stream are entered once."""
+        """In this block buckets are launched whose gradients are complete: the channel and the stream are entered once.
+
+        Args:
+            buckets: The buckets to be launched.
+        """
         devices = {bucket.device for bucket in buckets}
         with self._sending(devices.pop()) if len(devices) == 1 else nullcontext():
             yield
 
     def catch_up(self, patience_s: float = 0.0) -> bool:
-        """Launch what is due, as far as other ranks have sent what that waits for, or do in time. Whether it is all."""
+        """Launch the phases that are due, as far as the data that they wait for has arrived.
+
+        Args:
+            patience_s: Seconds to wait for such data. Default 0: do not wait.
+
+        Returns:
+            Whether everything due was launched.
+        """
         deadline = time.monotonic() + patience_s if patience_s > 0 else 0.0
         while self.due:
             if self.due[0].exchange.is_ready():
@@ -165,7 +202,7 @@ class Driver(Generic[B]):
         return True
 
     def settle(self) -> None:
-        """Launch what is due, and wait for what that waits for."""
+        """Launch everything that is due, waiting for the phases before."""
         while self.due:
             self._launch_due()
 
@@ -175,13 +212,16 @@ class Driver(Generic[B]):
             task.exchange.advance()
 
     def suspend(self) -> None:
-        """All has been launched; it travels on while the next step computes."""
+        """Suspend the step: every bucket was launched, and is exchanged while the next step computes."""
         self.state = moved(self.state, "suspend")
 
     def advance(self, indices: Iterable[int], *, is_awaited: bool = False) -> None:
-        """The next phase of these buckets of the step that is suspended is due, and launched as by `catch_up`.
+        """Make the next phase of these buckets of the suspended step due, and launch it as `catch_up` does.
 
-        is_awaited: it is launched, and what is computed from here on may read what it has encoded.
+        Args:
+            indices: Indices of the buckets.
+            is_awaited: Whether to launch it in any case, so that computations from here on may read the frames that it
+                has encoded. Default False.
         """
         tasks = [self.tasks[index] for index in indices]
         self.due.extend(tasks)
@@ -191,11 +231,11 @@ class Driver(Generic[B]):
             self._join_streams({task.bucket.device for task in tasks})
 
     def resume(self) -> None:
-        """The step that was suspended goes on as if it had just been launched."""
+        """Continue a suspended step as if it had just been launched."""
         self.state = moved(self.state, "resume")
 
     def meet(self) -> Sequence[Arrived]:
-        """Bring every bucket that has been launched to its meeting; these."""
+        """Bring every launched bucket to its meeting, and return these meetings, in the order of the buckets."""
         self._wait()
         self.state = moved(self.state, "meet")
         meetings = [task.meeting for task in self.tasks]
@@ -203,7 +243,11 @@ class Driver(Generic[B]):
         return meetings  # type: ignore[return-value]
 
     def finish(self, meet: Meet[B] | None = None) -> None:
-        """Bring every bucket that has been launched to its end. If some meet the others, `meet` has the answers."""
+        """Bring every launched bucket to its end.
+
+        Args:
+            meet: Gives the answers if buckets meet each other. Default None: none does.
+        """
         try:
             self._wait()
             self._answer_meetings(self.tasks, meet)
@@ -224,7 +268,12 @@ class Driver(Generic[B]):
             torch.cuda.current_stream(device).wait_stream(self._streams[device])
 
     def commit(self, decision: Decision, meet: Meet[B] | None = None) -> None:
-        """The step is good: all buckets go on, side by side. If some meet again, `meet` has the answers."""
+        """Let all buckets continue side by side, because the step is good.
+
+        Args:
+            decision: The decision of all ranks.
+            meet: Gives the answers if buckets meet again. Default None: none does.
+        """
         self.state = moved(self.state, "commit")
         tasks, self.tasks = self.tasks, []
         with self.channel():
@@ -233,7 +282,7 @@ class Driver(Generic[B]):
 
     @staticmethod
     def _answer_meetings(tasks: Sequence[BucketTask[B]], meet: Meet[B] | None) -> None:
-        """To the end of all: each goes on with its own answer."""
+        """Bring all buckets to their ends: each continues with its own answer."""
         while waiting := [(task, meeting) for task in tasks if (meeting := task.meeting) is not None]:
             assert meet is not None
             answers = meet([task.bucket for task, _ in waiting], [meeting for _, meeting in waiting])
@@ -242,12 +291,12 @@ class Driver(Generic[B]):
                 assert works is None, "behind a second meeting nothing is exchanged by single buckets"
 
     def resend(self) -> None:
-        """All buckets are to be launched once more: forget what has come to its meeting. Nothing was written."""
+        """Forget the exchanges, because all buckets will be launched once more. Nothing was written."""
         self.state = moved(self.state, "resend")
         self._forget()
 
     def skip(self) -> None:
-        """Forget the step, and what was launched and has come to its meeting. Nothing was written."""
+        """Forget the step and everything it has launched. Nothing was written."""
         if self.state is not StepState.IDLE:
             self.state = moved(self.state, "skip")
         self._forget()
@@ -260,7 +309,7 @@ class Driver(Generic[B]):
 
     @contextmanager
     def _sending(self, device: torch.device) -> Iterator[None]:
-        """In the channel. On CUDA, on a stream after what was computed so far: backward does not wait for it."""
+        """Enter the channel and, on CUDA, a stream that begins after the work so far: backward does not wait for it."""
         if device == self._sending_from:
             yield
             return

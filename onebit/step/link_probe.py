@@ -1,7 +1,7 @@
-"""Does compression pay on this network? Measured once per run, by all ranks, before the first one-bit step.
+"""The link probe finds out whether compression pays on this network, once per run, before the first one-bit step.
 
-A few buckets are exchanged for real, in one bit and in bfloat16, and set against the time that a step computes. Where
-one bit gains nothing, gradients had better travel in bfloat16.
+All ranks exchange a few buckets for real, in one bit and in bfloat16, and compare the times with the time that a step
+computes. If one bit gains nothing, gradients are sent in bfloat16 from then on.
 """
 
 from __future__ import annotations
@@ -23,29 +23,35 @@ from .stats import StopWatch, Traffic
 
 log = logging.getLogger(__name__)
 
-SAMPLE = 4  # buckets that are exchanged; the rest is taken to be like them
+SAMPLE = 4  # buckets that are exchanged; the others are assumed to take as long per element
 REPEATS = 2
 
-# What a backward pass can hide: it is two thirds of a step's computing, and buckets leave while it runs.
+# The share of computing that hides traffic: backward is two thirds of a step's computing, and buckets are sent in it.
 HIDDEN = 2 / 3
 LEAST_GAIN = 0.05
 
 
 @dataclass(frozen=True)
 class LinkProbe:
-    """Seconds of the slowest rank: of computing in a step, and of one exchange of all gradients in either codec."""
+    """Times of the slowest rank, in seconds.
+
+    Attributes:
+        compute_s: Computing in one step.
+        onebit_s: One exchange of all gradients in one bit.
+        bf16_s: The same in bfloat16.
+    """
 
     compute_s: float
     onebit_s: float
     bf16_s: float
 
     def step_s(self, exchange_s: float) -> float:
-        """A step with that exchange: computing, and what backward does not hide."""
+        """Seconds of a step: its computing, and the part of this exchange that backward does not hide."""
         return self.compute_s + max(0.0, exchange_s - HIDDEN * self.compute_s)
 
     @property
     def should_compress(self) -> bool:
-        """Whether steps with one-bit traffic are at least `LEAST_GAIN` shorter."""
+        """Whether steps with one-bit traffic are shorter by the share `LEAST_GAIN` or more."""
         return self.step_s(self.onebit_s) <= (1.0 - LEAST_GAIN) * self.step_s(self.bf16_s)
 
     def __str__(self) -> str:
@@ -57,10 +63,17 @@ class LinkProbe:
 
 
 class CompressionPolicy:
-    """Whether gradients go over to momentum in one bit. Asks the network once, and says what it has found.
+    """Decides whether gradients are replaced by momentum in one bit. Measures the network once, and logs the result.
 
-    mode: "auto", or "always": ask nothing. compresses: the decision; None: there is none yet. computing: how long a
-    step computes. All ranks bind and decide alike.
+    All ranks bind and decide together.
+
+    Args:
+        mode: "auto" measures; "always" compresses without measuring.
+
+    Attributes:
+        mode: The same.
+        compresses: The decision; None as long as there is none.
+        computing: Measures how long a step computes. Set by `bind`.
     """
 
     def __init__(self, mode: str):
@@ -78,14 +91,24 @@ class CompressionPolicy:
         traffic: Traffic,
         computing: StopWatch,
     ) -> None:
-        """What to measure with: a sample of the buckets, in this codec."""
+        """Set the objects with which `decide` measures.
+
+        Args:
+            transport: Between the replicas.
+            codec: The one-bit codec.
+            buckets: All buckets; the first few are the sample.
+            parts: The ranks that hold the parts of this replica.
+            traffic: Counts bytes; the probe's bytes are left out.
+            computing: Measures how long a step computes.
+        """
         self._transport, self._codec, self._buckets, self._parts = transport, codec, buckets, parts
         self._traffic, self.computing = traffic, computing
 
     def decide(self) -> bool:
-        """Whether it pays to compress; measured when first asked. All ranks, between two steps. Sends a few buckets.
+        """Whether to compress; measured at the first call. All ranks, between two steps. Sends a few buckets.
 
-        One rank sends nothing, and compresses: its steps and its state are those of the same optimizer on several.
+        A world of one rank sends nothing, and compresses, so that its steps and its state are those of the same
+        optimizer on several ranks.
         """
         has_network = self._transport.world_size > 1 and Hierarchy.of(self._transport).inter_node.has_network
         if self.compresses is None and not has_network:
@@ -109,7 +132,7 @@ class CompressionPolicy:
         return self.compresses
 
     def load(self, compresses: bool | None) -> None:
-        """Take over what a run that goes on here has decided; "always" stays what it is."""
+        """Take over the decision of the run that continues here. In mode "always" nothing changes."""
         if self.mode == "auto":
             self.compresses = compresses
 
@@ -117,7 +140,18 @@ class CompressionPolicy:
 def measure(
     transport: Transport, compute_s: float, numels: Sequence[int], onebit: Codec, bf16: Codec, device: torch.device
 ) -> LinkProbe:
-    """The same on every rank. All ranks; sends a few buckets of these lengths, `REPEATS` + 1 times in each codec."""
+    """Measure both codecs; the result is the same on every rank. All ranks.
+
+    Sends a few buckets of these lengths, `REPEATS` + 1 times in each codec.
+
+    Args:
+        transport: Between the replicas.
+        compute_s: Seconds that a step computes on this rank.
+        numels: Elements of each bucket.
+        onebit: The one-bit codec.
+        bf16: The bfloat16 codec.
+        device: Device of the buckets.
+    """
     seconds = [compute_s, *(_exchange_s(transport, codec, numels, device) for codec in (onebit, bf16))]
     every = [struct.unpack("<3d", row) for row in gather_bytes(transport, struct.pack("<3d", *seconds), device)]
     return LinkProbe(*(max(column) for column in zip(*every, strict=True)))
@@ -125,7 +159,7 @@ def measure(
 
 def _exchange_s(transport: Transport, codec: Codec, numels: Sequence[int], device: torch.device) -> float:
     sample = list(numels[:SAMPLE])
-    generator = torch.Generator(device).manual_seed(0)  # the training's own is resumed to the bit, and not touched
+    generator = torch.Generator(device).manual_seed(0)  # torch's default one must resume to the bit: leave it alone
     xs = [torch.randn(n, device=device, generator=generator, dtype=torch.float32) for n in sample]
     W, hierarchy = transport.world_size, Hierarchy.of(transport)
     wires = [Wire.empty(codec, n, W, hierarchy=hierarchy, device=device) for n in sample]

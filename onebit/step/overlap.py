@@ -1,8 +1,8 @@
-"""Sending during the backward pass: when a bucket's gradients are complete, and whether they stayed as they were sent.
+"""Sending during backward: when a bucket's gradients are complete, and whether they changed after they were sent.
 
-A parameter's gradient is complete when as many backward passes are in it as were in the step before. Where gradients
-change after they were sent, the step sends all buckets once more; where that happens in every step, nothing is sent
-during backward any more.
+A parameter's gradient is complete when as many backward passes have added to it as in the step before. If gradients
+change after they were sent, the step sends all buckets once more; after `RESENT_STEPS` such steps in a row, buckets are
+sent in step() only.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from ..usage.marks import GradientMark, changed_since, gradient_bits, marks_of
 
 log = logging.getLogger(__name__)
 
-RESENT_STEPS = 3  # after so many steps in a row that had to be sent twice nothing is sent during backward any more
+RESENT_STEPS = 3  # after this number of steps in a row that were sent twice, buckets are sent in step() only
 
 
 @dataclass
 class Passes:
-    """How many backward passes since the last step are in a parameter's gradient."""
+    """Counts the backward passes since the last step that have added to a parameter's gradient.
+
+    Attributes:
+        count: Number of passes.
+        is_complete: Whether the gradient is complete.
+    """
 
     count: int = 0
     is_complete: bool = False
     _grad: weakref.ref[Tensor] | None = field(default=None, repr=False)
 
     def add(self, grad: Tensor) -> None:
-        """A backward pass has added to this gradient. A new one drops what earlier passes had added to another."""
+        """Count a backward pass that has added to this gradient; counting begins anew if it is another tensor."""
         if self._grad is None or self._grad() is not grad:
             self._grad, self.count = weakref.ref(grad), 0
         self.count += 1
@@ -40,25 +45,41 @@ class Passes:
 
 @dataclass
 class Sent:
-    """A bucket's gradients as they were when they were sent. bits: a hash of each, in the steps that look for edits."""
+    """A bucket's gradients as they were when they were sent.
+
+    Attributes:
+        bucket: The bucket.
+        marks: A mark of each gradient, by which torch shows changes.
+        bits: A hash of each gradient, in the steps that look for unseen edits; None in others.
+    """
 
     bucket: AnyBucket
     marks: Sequence[GradientMark]
     bits: Tensor | None
 
     def changed(self) -> list[str]:
-        """The parameters whose gradients are no longer those that were sent."""
+        """The names of the parameters with gradients that have changed since they were sent."""
         return [self.bucket.names[k] for k in changed_since(self.bucket.params, self.marks)]
 
     def is_edited_unseen(self) -> bool:
-        """Whether gradients that have not changed as far as torch can tell have other bits. False if not marked."""
+        """Whether gradients differ in bits from those that were sent. False if their bits were not noted.
+
+        Asked if torch shows no change.
+        """
         return self.bits is not None and not torch.equal(self.bits, gradient_bits(self.bucket.gradients()))
 
 
 class Overlap:
-    """Counts passes, and remembers what was sent early.
+    """Counts backward passes, and remembers the gradients that were sent during backward.
 
-    is_on: what the user asked for. is_possible: whether buckets may leave during backward at all.
+    Args:
+        rank: This rank, for messages.
+        is_on: Whether the user wants buckets to be sent during backward.
+
+    Attributes:
+        is_on: The same.
+        is_possible: Whether buckets may be sent during backward; turned off if gradients keep changing afterwards.
+        resent_steps: Number of steps that were sent twice.
     """
 
     def __init__(self, rank: int, is_on: bool):
@@ -67,13 +88,21 @@ class Overlap:
         self._has_warned = False
         self._rank = rank
         self._passes: dict[Tensor, Passes] = {}
-        self._complete: dict[int, int] = {}  # bucket -> how many of its gradients are
-        self._sent: dict[int, Sent] = {}  # bucket -> what it sent last
-        self._passes_per_step = 0  # the first step learns how many there are
+        self._complete: dict[int, int] = {}  # bucket -> number of its complete gradients
+        self._sent: dict[int, Sent] = {}  # bucket -> the gradients that it sent last
+        self._passes_per_step = 0  # unknown until the first step has counted them
         self._resent_in_a_row = 0
 
     def count_pass(self, p: Tensor, bucket: AnyBucket) -> bool:
-        """A backward pass has added to p's gradient. Whether all of its bucket's are complete now."""
+        """Count a backward pass that has added to p's gradient.
+
+        Args:
+            p: The parameter.
+            bucket: Its bucket.
+
+        Returns:
+            Whether all gradients of the bucket have just become complete.
+        """
         if p.grad is None:
             return False
         passes = self._passes.setdefault(p, Passes())
@@ -85,18 +114,25 @@ class Overlap:
         return passes.is_complete and count == len(bucket.params)
 
     def is_complete(self, bucket: AnyBucket) -> bool:
-        """Whether all gradients of the bucket are."""
+        """Whether all gradients of the bucket are complete."""
         return self._complete.get(bucket.index, 0) == len(bucket.params)
 
     def mark_sent(self, bucket: AnyBucket, *, with_bits: bool) -> None:
-        """The bucket's gradients are being sent as they are now. with_bits: note their bits, to find unseen edits."""
+        """Note the bucket's gradients as they are now, because they are being sent.
+
+        Args:
+            bucket: The bucket.
+            with_bits: Whether to note their bits, too, to find edits that torch does not show.
+        """
         bits = gradient_bits(bucket.gradients()) if with_bits else None
         self._sent[bucket.index] = Sent(bucket, marks_of(bucket.params), bits)
 
     def has_changed(self, scale: float) -> bool:
-        """Whether a gradient that has been sent is no longer what was sent; a warning says so, once.
+        """Whether a gradient differs from the one that was sent. Warns once of changes that torch shows.
 
-        scale: what gradients are to be multiplied by.
+        Args:
+            scale: Factor by which gradients are to be multiplied. Other than 1, everything that was sent counts as
+                changed.
         """
         changed = [name for sent in self._sent.values() for name in sent.changed()]
         is_edited_unseen = not changed and any(sent.is_edited_unseen() for sent in self._sent.values())
@@ -123,7 +159,11 @@ class Overlap:
         return bool(changed) or is_edited_unseen or is_scaled
 
     def count_resent(self, ranks: Sequence[int]) -> None:
-        """The step has been sent twice for these ranks' gradients, on all ranks; for none: once."""
+        """Count a step that was sent twice. All ranks, with the same list.
+
+        Args:
+            ranks: Ranks whose gradients had changed; empty if the step was sent once.
+        """
         if ranks:
             self.resent_steps += 1
             self._resent_in_a_row += 1
@@ -139,8 +179,8 @@ class Overlap:
             self._resent_in_a_row = 0
 
     def end_step(self) -> None:
-        """Forget this step's passes and what it has sent."""
-        # 0 where every pass was paused, or there was none.
+        """Forget this step's passes and the gradients that it has sent."""
+        # 0 if every pass was paused, or if there was none: then the count of the step before stays.
         counts = [passes.count for passes in self._passes.values()]
         self._passes_per_step = max(counts, default=0) or self._passes_per_step
         self._sent.clear()

@@ -1,6 +1,6 @@
-"""Placement: the whole state on every replica. How a bucket's tensors are exchanged, and how its parameters move.
+"""The replicated placement, in which every replica has the whole state: it exchanges buckets and moves parameters.
 
-Each function that exchanges is a generator of Works, for a rule's step to go through (`yield from`). Over a
+Each function that exchanges is a generator of Works, for a rule's step to delegate to (`yield from`). Over a
 hierarchical transport the ranks of a node add up first, and each exchanges its own rows between nodes. All ranks take
 the same buckets through them, in the same order. Rests on `comm/allreduce.py`.
 
@@ -37,12 +37,18 @@ from ..comm.codecs import Witness
 from ..layout.bucket import Bucket
 from .bucket_step import Answer, Arrived, Decision, Meeting
 
-MOST_CONSTANTS = 16  # a few for each group; those of other learning rates go
+MOST_CONSTANTS = 16  # a few for each group; the tensors of earlier learning rates must not pile up
 
 
 @dataclass
 class Replicated:
-    """codec: what momentum travels in. error_dtype: of the worker and server errors."""
+    """Exchanges buckets between replicas that all have the whole state.
+
+    Attributes:
+        transport: Between the replicas.
+        codec: Format in which momentum is sent.
+        error_dtype: Dtype of the worker and server errors, torch.float32 or torch.bfloat16.
+    """
 
     transport: Transport
     codec: FusedCodec
@@ -51,6 +57,7 @@ class Replicated:
 
     @cached_property
     def hierarchy(self) -> Hierarchy:
+        """The two levels of the transport; flat if it does not know nodes."""
         return Hierarchy.of(self.transport)
 
     @property
@@ -58,7 +65,7 @@ class Replicated:
         return self.transport.world_size
 
     def new_errors(self, bucket: Bucket) -> ErrorFeedback:
-        """Nothing owed: worker error [H·N], for the own rows, and server error [N]."""
+        """Residuals of zero for a bucket: worker error [H·N] for this rank's own rows, and server error [N]."""
         return ErrorFeedback.zeros(
             bucket.layout.numel,
             self.world_size,
@@ -68,7 +75,10 @@ class Replicated:
         )
 
     def wire(self, bucket: Bucket, codec: Codec) -> Wire:
-        """The bucket's buffers for this codec, made when first needed. In full, it travels from where it lies."""
+        """The bucket's buffers for this codec, made when first needed.
+
+        A codec that sends in place uses the memory of the bucket's buffer.
+        """
         if codec in bucket.wires:
             return bucket.wires[codec]
         in_place = bucket.rows(bucket.buffer.view(torch.uint8)) if codec.sends_in_place else None
@@ -80,12 +90,13 @@ class Replicated:
             frames_WB=in_place,
             device=bucket.device,
         )
-        if in_place is None or not bucket.has_spare_error:  # else the buffer is another one after the next commit
+        # With a spare error the bucket's buffer is another tensor after the next commit: do not keep views of it.
+        if in_place is None or not bucket.has_spare_error:
             bucket.wires[codec] = wire
         return wire
 
     def gradient_wire(self, bucket: Bucket, codec: Codec) -> Wire:
-        """The same for gradients, which nobody owes anything: in the memory of the bucket's buffer where they fit."""
+        """The bucket's buffers for gradients, which have no residuals: in the memory of its buffer if they fit."""
         if codec in bucket.wires:
             return bucket.wires[codec]
         mean = None if bucket.ef is None else bucket.ef.server_next
@@ -94,7 +105,7 @@ class Replicated:
             inside = Wire.inside(bucket.buffer, codec, self.world_size, hierarchy=self.hierarchy, mean=mean)
         if inside is None:
             return self.wire(bucket, codec)
-        if inside.mean is None:  # one rank alone: kept, as nothing of it is in memory that changes places
+        if inside.mean is None:  # a bucket without errors: no memory of the wire changes places, so keep it
             inside.mean = torch.empty(bucket.layout.chunk, device=bucket.device, dtype=torch.float32)
             bucket.wires[codec] = inside
         return inside
@@ -104,9 +115,17 @@ class Replicated:
     def mean_gradient(
         self, bucket: Bucket, codec: Codec, scale: float
     ) -> Generator[Work | Meeting, Answer, tuple[Tensor, Decision]]:
-        """ḡ, the mean of the ranks' gradients times scale, clipped, float32 [W·N] in the bucket's buffer; the decision.
+        """The clipped mean of the ranks' gradients times scale, and the decision. Meets the other buckets.
 
-        Meets the other buckets. Sends 2·(W-1)/W frames of the bucket in this codec, per rank.
+        Sends 2·(W-1)/W frames of the bucket in this codec, per rank.
+
+        Args:
+            bucket: The bucket.
+            codec: Format of the gradients.
+            scale: Factor by which gradients are multiplied before they are averaged.
+
+        Returns:
+            ḡ, float32 [W·N], in the bucket's buffer, and the decision of all ranks.
         """
         g = bucket.gather(bucket.masked_gradients(), scale)
         wire = self.gradient_wire(bucket, codec)
@@ -117,14 +136,18 @@ class Replicated:
         if wire.is_inside:  # a view would keep all of the copy
             witness = Witness(witness.numbers_KM.clone(), witness.factor)
         arrived = Arrived(witness, g)
-        del witness, frames_WB  # all buckets wait here with what they hold
+        del witness, frames_WB  # all buckets wait at this meeting: free the copy of the frames before it
         decision = yield arrived
         return (g if decision.clip_factor == 1.0 else g.mul_(decision.clip_factor)), decision
 
     def average(self, bucket: Bucket) -> Generator[Work | Meeting, Answer, Decision]:
-        """The compressed mean of the ranks' buffers, and what they are owed, in the frames of the codec's wire.
+        """Average the ranks' buffers, compressed, with error feedback. Meets the other buckets.
 
-        Meets the other buckets. The bucket's `ef` holds what the next is owed, once committed.
+        The frames of the average are in the codec's wire. The bucket's `ef` holds the new residuals once it is
+        committed.
+
+        Args:
+            bucket: The bucket, with this rank's values in its buffer.
         """
         wire = self.wire(bucket, self.codec)
         yield from comm.compressed_allreduce(bucket.buffer, bucket.ef, self.codec, self.transport, wire, bucket.counts)
@@ -141,11 +164,19 @@ class Replicated:
         added: Tensor | None = None,
         grads: Sequence[Tensor | None] | None = None,
     ) -> Generator[Work | Meeting, Answer, Decision]:
-        """The same of the momentum that this rank's gradients make (`FusedCodec.encode_momentum`), in one pass.
+        """Average the momentum that this rank's gradients make, encoded in one pass (`FusedCodec.encode_momentum`).
 
-        D_WN and momentum_W: one row for each owner. In a flat world gradients are read where they lie. In a hierarchy
-        the ranks of a node add them up first, in the buffer, and each encodes its own rows of their mean. added: what
-        travels with it, float32 [W·N], in a flat world. grads: others than the parameters'.
+        In a flat world gradients are read in their own memory. In a hierarchy the ranks of a node add them up first, in
+        the bucket's buffer, and each encodes its own rows of their mean. Meets the other buckets; results are those of
+        `average`.
+
+        Args:
+            bucket: The bucket.
+            D_WN: Denominator, or the variance from which it is computed, one row for each owner.
+            momentum_W: Momentum of the last step, frames [W, B] or float32 [W, N], one row for each owner.
+            weights: Factors of the terms.
+            added: Values to send with it, float32 [W·N]; only in a flat world. Default None.
+            grads: Gradients of the bucket's parameters. Default None: those in `.grad`.
         """
         own = bucket.masked_gradients() if grads is None else grads
         exchange = self._exchange_momentum(bucket, self.wire(bucket, self.codec), own, D_WN, momentum_W, weights, added)
@@ -155,9 +186,11 @@ class Replicated:
         return decision
 
     def send_again(self, bucket: Bucket, sent: Tensor) -> Generator[Work | Meeting, Answer, Decision]:
-        """The rest of such an average, of which an earlier process has encoded these own frames; on any device.
+        """Complete an average for which an earlier process has encoded this rank's frames. Meets the other buckets.
 
-        The worker residual is where that encoding left it.
+        Args:
+            bucket: The bucket. Its next worker residual must be the one that the encoding left.
+            sent: The frames, on any device.
         """
         wire = self.wire(bucket, self.codec)
         wire.sent_HB.copy_(sent)
@@ -202,21 +235,29 @@ class Replicated:
         return bucket.wires[self.codec].frames_WB
 
     def spoilt(self, bucket: Bucket, sent_HB: Tensor) -> list[str]:
-        """The parameters of which frames that this rank has sent hold what is not finite."""
+        """The names of the parameters for which these frames contain values that are not finite.
+
+        Args:
+            bucket: The bucket.
+            sent_HB: Frames that this rank has sent, uint8 [H, B].
+        """
         own = torch.zeros(len(sent_HB), bucket.layout.chunk, device=bucket.device, dtype=torch.float32)
         self.codec.decode(sent_HB, own)
         values = bucket.layout.views(bucket.spread(own.view(-1)))
         return [name for x, name in zip(values, bucket.names, strict=True) if not bool(x.isfinite().all())]
 
     def swap_frames(self, bucket: Bucket) -> Tensor:
-        """The bucket keeps the frames that have just arrived; its old ones' memory receives the next."""
+        """Keep the frames that have just arrived in the bucket, and return them.
+
+        The memory of its old frames receives the next ones.
+        """
         assert bucket.frames is not None
         wire = bucket.wires[self.codec]
         bucket.frames, wire.frames_WB = wire.frames_WB, bucket.frames
         return bucket.frames
 
     def unpacked(self, bucket: Bucket, frames_WB: Tensor | None) -> Tensor:
-        """What frames of the codec say, float32 [W·N]. A new tensor."""
+        """The values that these frames contain, float32 [W·N], in a new tensor."""
         assert frames_WB is not None
         values = torch.empty(bucket.layout.numel, device=bucket.device, dtype=torch.float32)
         self.codec.decode(frames_WB, bucket.rows(values))
@@ -227,15 +268,23 @@ class Replicated:
     def apply(
         self, bucket: Bucket, decision: Decision, frames_WB: Tensor | None, weight_K: Tensor, keep_K: Tensor
     ) -> None:
-        """p ← keep·p + weight·value for every parameter that some rank had a gradient for, in one pass."""
+        """p ← keep·p + weight·value for every parameter for which some rank had a gradient, in one pass.
+
+        Args:
+            bucket: The bucket. Its parameters are modified.
+            decision: Shows which parameters move.
+            frames_WB: Frames that contain the values, uint8 [W, B].
+            weight_K: Weight of the value for each parameter, float32.
+            keep_K: Factor of each parameter, float32.
+        """
         assert frames_WB is not None
         moving = zip(bucket.local_values, decision.of(bucket), strict=True)
         params = [p if is_seen else None for p, is_seen in moving]
         self.codec.apply(frames_WB, bucket.layout.chunk, ParamUpdate(params, bucket.layout.segments, weight_K, keep_K))
 
     def constant(self, bucket: Bucket, number: float) -> Tensor:
-        """The number for each of the bucket's parameters, float32 [K]: one tensor for all buckets. Only read it."""
-        key, K = (bucket.device, number.hex()), len(bucket.params)  # hex: 0.0 and -0.0 are equal
+        """The number, once for each of the bucket's parameters, float32 [K]. Only read it: all buckets share it."""
+        key, K = (bucket.device, number.hex()), len(bucket.params)  # hex tells 0.0 from -0.0, which are equal
         if key not in self._constants or len(self._constants[key]) < K:
             if len(self._constants) >= MOST_CONSTANTS:
                 self._constants.clear()
@@ -243,7 +292,7 @@ class Replicated:
         return self._constants[key][:K]
 
     def move(self, bucket: Bucket, decision: Decision) -> None:
-        """p ← p - the buffer, for every parameter that some rank had a gradient for, where no mask forbids it."""
+        """p ← p - buffer for every parameter for which some rank had a gradient, except elements that a mask fixes."""
         if bucket.masks is not None:
             torch._foreach_mul_(bucket.views, bucket.masks)
         moved = [

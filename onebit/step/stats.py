@@ -1,4 +1,4 @@
-"""What an optimizer says of its last step, and the bytes that belong to it."""
+"""The figures that an optimizer reports of its last step, and the counters of bytes and time behind them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,21 @@ Y = TypeVar("Y")
 
 @dataclass
 class Stats:
-    """What the last step did. Times in milliseconds, bytes as payload this rank sent to others, without headers.
+    """Figures of the last step. Bytes are payload that this rank has sent to other ranks, without headers.
 
-    sent_bytes_inter_node: those to other nodes, which is what a slow network carries; bits_per_parameter is of these.
-    The same as sent_bytes where the transport is flat. comm_ms: how long step() waited for exchanges and votes.
-    resent_steps: how many steps were sent twice, so far. shadow_steps: how many steps of other ranks this one has taken
-    part in without batches of its own (`join`). grad_norm: of the mean gradient, before clipping; exact or the
-    estimate, as `clip.py` has it. None without max_grad_norm, and when skipped.
+    Attributes:
+        phase: Kind of the step. Default "warmup", before the first step.
+        sent_bytes: Bytes sent to all ranks.
+        sent_bytes_inter_node: Bytes sent to other nodes, over the slow network. Equal to sent_bytes if the transport is
+            flat.
+        bits_per_parameter: sent_bytes_inter_node in bits, per parameter.
+        comm_ms: Milliseconds for which step() waited for exchanges and votes.
+        skipped_steps: Number of skipped steps so far.
+        clip_factor: Factor by which gradients were clipped; 1 if they were not.
+        grad_norm: Norm of the mean gradient before clipping; exact or estimated, see `clip.py`. None without
+            max_grad_norm, and if the step was skipped.
+        resent_steps: Number of steps that were sent twice so far.
+        shadow_steps: Number of steps of other ranks in which this one has taken part without batches so far (`join`).
     """
 
     phase: str = "warmup"
@@ -42,19 +50,23 @@ class Stats:
 
 @dataclass
 class WaitClock:
-    """How long this rank has waited for others."""
+    """Measures how long this rank waits for others.
+
+    Attributes:
+        total_s: Seconds so far.
+    """
 
     total_s: float = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What happens in here is waiting."""
+        """Count the time spent in this block."""
         began = time.perf_counter()
         yield
         self.total_s += time.perf_counter() - began
 
     def timed(self, exchange: Generator[Y, Answer, T]) -> Generator[Y, Answer, T]:
-        """The same exchange, or step of a bucket, with its Works on this clock while they are waited for."""
+        """Wrap an exchange, or a step of a bucket, so that the time spent waiting for its Works is counted."""
         answer = None
         try:
             while True:
@@ -78,7 +90,11 @@ class _TimedWork:
 
 
 class StopWatch:
-    """The time between two steps, without what the optimizer itself does in between."""
+    """Measures the time between two steps, without the optimizer's own work in between.
+
+    Args:
+        samples: Number of last steps to keep. Default 20.
+    """
 
     def __init__(self, samples: int = 20):
         self._times: collections.deque[float] = collections.deque(maxlen=samples)
@@ -86,29 +102,29 @@ class StopWatch:
         self._paused_s = 0.0
 
     def start(self) -> None:
-        """A step has ended."""
+        """Start the clock: a step has ended."""
         self._began, self._paused_s = time.perf_counter(), 0.0
 
     def stop(self) -> None:
-        """The next one begins."""
+        """Stop the clock, and keep the time: the next step begins."""
         if self._began is not None:
             self._times.append(time.perf_counter() - self._began - self._paused_s)
             self._began = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens in here does not count."""
+        """Leave out the time spent in this block."""
         began = time.perf_counter()
         yield
         self._paused_s += time.perf_counter() - began
 
     def median_s(self) -> float:
-        """Of the last steps; 0 where there were none."""
+        """Median over the last steps, in seconds; 0 if there are none."""
         return statistics.median(self._times) if self._times else 0.0
 
 
 class Traffic:
-    """The bytes that a transport has sent since the last step: to anybody, and to other nodes."""
+    """Counts the bytes that a transport has sent since the last step: to all ranks, and to other nodes."""
 
     def __init__(self, transport: Transport):
         self._transport = transport
@@ -118,19 +134,19 @@ class Traffic:
         return self._transport.sent_bytes, self._transport.sent_bytes_inter_node
 
     def begin(self) -> None:
-        """What was sent so far belongs to no step."""
+        """Begin to count: bytes sent so far belong to no step."""
         self._before = self._now()
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """What is sent in here belongs to no step."""
+        """Leave out the bytes that are sent in this block."""
         before = self._now()
         yield
         sent, inter_node = (now - then for now, then in zip(self._now(), before, strict=True))
         self._before = self._before[0] + sent, self._before[1] + inter_node
 
     def take(self) -> tuple[int, int]:
-        """What this step has sent; the next one begins."""
+        """The bytes of this step, to all ranks and to other nodes. Counting begins anew."""
         before, self._before = self._before, self._now()
         sent, inter_node = (now - then for now, then in zip(self._before, before, strict=True))
         return sent, inter_node

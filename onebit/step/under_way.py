@@ -1,10 +1,9 @@
-"""A compressed step whose exchange travels under the compute of the next step: `delay=1`.
+"""The record of a compressed step that is exchanged while the next step computes (`delay=1`).
 
 The optimizer sends step t, returns, and lands it at the beginning of step t + 1: verdict, errors, momentum, parameters.
-Meanwhile parameters look ahead: they stand where β1·m alone would take them, as for Nesterov's gradient, near to where
-the next gradient will count. Here is what is kept of such a step, and how that is saved; `delayed.py` leaves and lands
-it. Where a state is loaded, the same frames are sent again; where it goes to another number of ranks, what was sent is
-owed instead.
+Meanwhile the parameters look ahead: they stand where β1·m alone would take them, as for Nesterov's gradient, near the
+point at which the next gradient will count. `delayed.py` leaves and lands the step. When a state is loaded, the same
+frames are sent again; if the number of ranks has changed, what was sent is added to the residuals instead.
 """
 
 from __future__ import annotations
@@ -25,7 +24,13 @@ NAME = "under_way"
 
 
 def check_delay(name: str, rule: object, delay: int) -> None:
-    """Raise ValueError where a rule's steps cannot land this many steps later. name: the optimizer's."""
+    """Raise ValueError if a rule's steps cannot land this many steps later.
+
+    Args:
+        name: Name of the optimizer, for the message.
+        rule: Its rule.
+        delay: Steps between sending and landing.
+    """
     if delay not in (0, 1):
         raise ValueError(f"delay must be 0 or 1 (land a step at the end of the next), got {delay!r}")
     if delay and not getattr(rule, "can_be_delayed", False):
@@ -34,7 +39,12 @@ def check_delay(name: str, rule: object, delay: int) -> None:
 
 @dataclass(frozen=True)
 class Lookahead:
-    """p - weight·m/D, by bucket, for the parameters that the last step has moved (seen)."""
+    """How far parameters look ahead: p - weight·m/D.
+
+    Attributes:
+        weights: The weight of each bucket.
+        seen: For each parameter, whether the last step has moved it; only these look ahead.
+    """
 
     weights: Sequence[float]
     seen: Sequence[bool]
@@ -42,10 +52,15 @@ class Lookahead:
 
 @dataclass
 class StepUnderWay:
-    """ballot: its vote. clip_factor: what its gradients were multiplied by. sent: of each bucket, a copy of the frames.
+    """A step that was sent and has not landed.
 
-    ahead: how far parameters look until it lands; None: not at all.
-    gradients: how many of the next step have come. in_second_phase: how many buckets have been brought there.
+    Attributes:
+        ballot: Its vote.
+        clip_factor: Factor by which its gradients were multiplied.
+        sent: For each bucket, a copy of the frames that this rank sent.
+        ahead: How far parameters look ahead until it lands. Default None: not at all.
+        gradients: Number of gradients of the next step that have been computed. Default 0.
+        in_second_phase: Number of buckets that have been brought to their second phase. Default 0.
     """
 
     ballot: Ballot
@@ -57,27 +72,31 @@ class StepUnderWay:
 
     @property
     def options(self) -> list[Group]:
-        """Of each group, the numbers with which the step was sent."""
+        """For each group, the numbers with which the step was sent."""
         return options_of(self.ballot.header.numbers)
 
     def due(self, parameters: int) -> range:
-        """Another gradient of this many has come: the buckets whose second phase is to be launched now.
+        """Count another gradient of the next step, and return the buckets whose second phase is to be launched now.
 
-        The first bucket's with the first gradient; the last one's while a bucket's share of them has yet to come.
+        The first bucket's is launched with the first gradient; the last one's while a bucket's share of the gradients
+        has yet to come.
+
+        Args:
+            parameters: Number of parameters, hence of gradients in a step.
         """
         self.gradients += 1
         buckets = len(self.sent)
         return self.until(min(1 + self.gradients * buckets // parameters, buckets))
 
     def until(self, bucket: int) -> range:
-        """The buckets before this one that have not been brought to their second phase; they are from here."""
+        """The buckets before this one whose second phase has not been launched. From here on they count as launched."""
         first, self.in_second_phase = self.in_second_phase, max(self.in_second_phase, bucket)
         return range(first, self.in_second_phase)
 
     # ---------------------------------------------------------------- states
 
     def record(self, buckets: Sequence[Bucket]) -> State:
-        """As plain numbers and tensors; `restored` takes it back."""
+        """The step as plain numbers and tensors, for a state. `DelayedSteps.send_again` takes it back."""
         header, residuals = self.ballot.header, [b.ef.worker_next for b in buckets if b.ef is not None]
         return {
             "step": header.step,
@@ -92,13 +111,25 @@ class StepUnderWay:
 
 
 def vote_of(record: State, frozen: int) -> tuple[Header, StepVote]:
-    """What this rank voted in the step of a record. frozen: how many parameters there are that are not trained."""
+    """The header and vote of this rank in the step of a record.
+
+    Args:
+        record: From `StepUnderWay.record`.
+        frozen: Number of parameters that are not trained.
+    """
     header = Header(record["step"], record["kind"], tuple(record["numbers"]))
     return header, StepVote(header.summary(), [*record["present"], *[False] * frozen])
 
 
 def check_record(where: str, record: State, buckets: Sequence[Bucket], codec: FusedCodec) -> None:
-    """Raise ValueError where a record is not of a step of these buckets."""
+    """Raise ValueError if a record does not belong to a step of these buckets.
+
+    Args:
+        where: Beginning of the message, which names the state.
+        record: From `StepUnderWay.record`.
+        buckets: All buckets.
+        codec: Format of the frames that were sent.
+    """
     for bucket, saved in zip(buckets, record["buckets"], strict=True):
         rows = bucket.hierarchy.own.stop - bucket.hierarchy.own.start
         expected = rows, codec.frame_bytes(bucket.layout.chunk)
@@ -110,10 +141,14 @@ def check_record(where: str, record: State, buckets: Sequence[Bucket], codec: Fu
 
 
 def fold_into_error(state: State) -> State:
-    """The state as if what is under way had not been sent: its gradients are owed, and count in the next step.
+    """The state as if the step under way had not been sent: its gradients become residuals, and count in the next step.
 
-    e ← e + (1-β1)·g/D, which is what was sent and its residual, without β1·m/D. Where that is not finite it is dropped.
-    Other worlds and other cuts of the parameters begin so. The model's parameters stay ahead, by lr·β1·m̂/D.
+    e ← e + (1-β1)·g/D, which is what was sent plus its residual, without β1·m/D. A bucket in which this is not finite
+    is left as it is. States for another number of ranks, or for another division of the parameters, begin so. The
+    model's parameters stay ahead, by lr·β1·m̂/D.
+
+    Args:
+        state: From `state_dict()`. Not modified.
     """
     record = state.get("onebit")
     if record is None or NAME not in record:

@@ -1,4 +1,4 @@
-"""Whether a step is good: on this rank all buckets are asked at once, and of each device one answer is read.
+"""The verdict on a step: this rank checks all buckets at once, and reads one answer from each device.
 
 Then the parts of the model agree.
 """
@@ -23,9 +23,13 @@ from .bucket_step import Arrived, OwnersReplied
 def verdicts(
     buckets: Sequence[AnyBucket], arrived: Sequence[Arrived], *, has_means: bool
 ) -> dict[torch.device, Tensor]:
-    """For each device, whether all that has arrived there is finite: bool, of no dimensions.
+    """For each device, whether everything that has arrived there is finite: bool, of no dimensions.
 
-    has_means: and whether a variance can take the mean gradients in; those that will be clipped, it can.
+    Args:
+        buckets: All buckets.
+        arrived: Their meetings.
+        has_means: Whether to check as well that a variance can take in the squares of the mean gradients. False if
+            these will be clipped: then it can.
     """
     flags: dict[torch.device, Tensor] = {}
     for device in {bucket.device: None for bucket in buckets}:
@@ -38,7 +42,12 @@ def verdicts(
 
 
 def came_down_finite(buckets: Sequence[AnyBucket], came_down: Sequence[OwnersReplied]) -> dict[torch.device, Tensor]:
-    """For each device, whether all that owners have sent there is finite: bool, of no dimensions."""
+    """For each device, whether everything that owners have sent there is finite: bool, of no dimensions.
+
+    Args:
+        buckets: Buckets that wait for their owners' replies.
+        came_down: Their meetings.
+    """
     witnesses: dict[torch.device, list[Witness]] = {}
     for bucket, said in zip(buckets, came_down, strict=True):
         witnesses.setdefault(bucket.device, []).append(said.witness)
@@ -46,9 +55,17 @@ def came_down_finite(buckets: Sequence[AnyBucket], came_down: Sequence[OwnersRep
 
 
 def all_parts_agree(parts: ModelParallelGroup, ballot: Ballot, is_good: bool, frozen: Collection[str]) -> bool:
-    """Whether the step of this vote is good on all parts of the model. frozen: the names of parameters not trained.
+    """Whether the step is good on all parts of the model. All ranks that hold them.
 
-    Raises DesyncError where they take another step, RuntimeError where any trains what it has no state of.
+    Args:
+        parts: The ranks that hold the parts of this replica.
+        ballot: The vote on the step, read.
+        is_good: Whether the step is good on this part.
+        frozen: Names of the parameters that are not trained.
+
+    Raises:
+        DesyncError: The parts are not in the same step, or have different learning rates.
+        RuntimeError: A rank trains a parameter for which there is no state. On all ranks.
     """
     header, rank = ballot.header, ballot.transport.rank
     unfrozen = [vote.present[len(vote.present) - len(frozen) :] for vote in ballot.votes]
@@ -65,7 +82,7 @@ def all_parts_agree(parts: ModelParallelGroup, ballot: Ballot, is_good: bool, fr
 
 
 def is_good_alone(arrived: Sequence[Arrived]) -> bool:
-    """Whether this rank's gradients are finite, in a step without traffic: one wait for each device."""
+    """Whether this rank's gradients are finite, in a step without traffic. Waits once for each device."""
     asked: dict[tuple[torch.device, float], list[Tensor]] = {}
     for each in arrived:
         for grad in each.grads:
@@ -75,9 +92,9 @@ def is_good_alone(arrived: Sequence[Arrived]) -> bool:
 
 
 def reads_late(transport: Transport, device: torch.device) -> bool:
-    """Whether votes are read together with the verdict, so that the host waits for the device once in a step.
+    """Whether votes are read together with the verdict, so that the host waits for the device once per step.
 
-    Elsewhere they are read before: what travels through host memory is there already, and ranks that are not in the
-    same step learn it before they wait for each other's buckets.
+    If not, they are read before: over host memory they have arrived anyway, and ranks in different steps find out
+    before they wait for each other's buckets.
     """
     return device.type != "cpu" and transport.reaches(device)
