@@ -1,4 +1,4 @@
-"""Agreement: what ranks tell each other before any of them goes on.
+"""Agreement: the messages by which ranks agree before any of them continues.
 
-Votes before a step, equal replicas, skips, joins, foreign averaging.
+Votes before a step, equal replicas, skipped steps, uneven numbers of batches, and averaging by other libraries.
 """

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: those that are through take part in the steps of the others."""
+"""Ranks with different numbers of batches: a rank that has finished takes part in the steps of the others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from .step_vote import Header, adopt_numbers
 
 @dataclass
 class Join:
-    """Whether a loop over uneven batches is under way, and whether this rank is through with its own.
+    """Knows whether a loop over uneven batches is under way, and whether this rank has finished its own.
 
-    shadow_steps: how many steps of other ranks this one has taken part in, so far.
+    Attributes:
+        is_on: Whether such a loop is under way. Default False.
+        is_finished: Whether this rank has no batches left. Default False.
+        shadow_steps: Number of steps of other ranks in which this one has taken part without batches. Default 0.
     """
 
     is_on: bool = False
@@ -23,7 +26,11 @@ class Join:
 
     @contextmanager
     def loop(self, shadow_step: Callable[[], object]) -> Iterator[None]:
-        """Run the body; then `shadow_step`, a step without gradients, until `goes_on` has said that all are through."""
+        """Run the body, then shadow steps until `goes_on` finds that all ranks have finished. All ranks.
+
+        Args:
+            shadow_step: Takes a step without gradients.
+        """
         self.is_on, self.is_finished = True, False
         try:
             yield
@@ -34,7 +41,12 @@ class Join:
             self.is_on = self.is_finished = False
 
     def goes_on(self, headers: Sequence[Header], groups: Sequence[Group]) -> bool:
-        """Whether any rank has batches left, by the headers of all. A rank that has none takes over its options."""
+        """Whether any rank has batches left. A rank that has none takes over the options of one that has.
+
+        Args:
+            headers: The headers of all ranks.
+            groups: This rank's param groups; modified if it has no batches.
+        """
         active = [header for header in headers if not header.is_finished]
         if not active:
             self.is_finished = False

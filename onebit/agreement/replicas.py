@@ -1,7 +1,7 @@
-"""What the ranks must agree on: the same parameters, in the same order, with the same bits, forever.
+"""Checks that all ranks have the same parameters, in the same order, with the same bits.
 
-Checked at construction (descriptions, then values) and by a vote every N steps. All functions are called by all
-ranks and end the same way on all of them.
+This is checked at construction (descriptions, then values), and by a vote every N steps. All ranks call all functions
+that take a transport, and these end the same way on all of them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ class ReplicaError(RuntimeError):
 
 @dataclass
 class ReplicaCheck:
-    """When replicas are compared: every N steps, taken or skipped (0: never), but while they are meant to differ.
+    """Decides when replicas are compared: every N steps, taken or skipped, except while they are meant to differ.
 
-    counted: steps so far. compared: how many there were when they were last compared.
+    Attributes:
+        every: Steps between comparisons; 0: never compare.
+        counted: Number of steps so far. Default 0.
+        compared: Value of counted at the last comparison. Default 0.
     """
 
     every: int
@@ -39,7 +42,11 @@ class ReplicaCheck:
     compared: int = 0
 
     def is_due(self, *, are_synchronised: bool) -> bool:
-        """Count a step; whether it is one after which to compare."""
+        """Count a step, and return whether to compare after it.
+
+        Args:
+            are_synchronised: Whether the replicas are meant to be the same now.
+        """
         self.counted += 1
         if not self.every or not are_synchronised or self.counted // self.every <= self.compared // self.every:
             return False
@@ -47,14 +54,23 @@ class ReplicaCheck:
         return True
 
     def restart(self, step: int) -> None:
-        """A state was loaded that has taken this many steps."""
+        """Begin to count at this number of steps, because a state was loaded."""
         self.counted = self.compared = step
 
 
 def check_same_lines(
     transport: Transport, what: str, lines: Sequence[str], device: torch.device | str | None = None
 ) -> None:
-    """Raise ValueError, the same on all ranks, at the first line in which two ranks differ. Sends 32 bytes if none."""
+    """Raise ValueError on all ranks at the first line in which two ranks differ. All ranks.
+
+    Sends 32 bytes to each peer; the lines as well if they differ.
+
+    Args:
+        transport: Between the ranks that compare.
+        what: Name of the lines, for the message.
+        lines: This rank's lines.
+        device: Device of the messages. Default None: the transport's.
+    """
     text = "\n".join(lines)
     if len(set(gather_bytes(transport, hashlib.sha256(text.encode()).digest(), device))) == 1:
         return
@@ -70,16 +86,20 @@ def check_same_lines(
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """int64 [len(tensors)]: a hash of the bits of each, sensitive to position; in integers: the same anywhere."""
+    """A hash of the bits of each tensor, int64 [len(tensors)].
+
+    It depends on positions, and is computed in integers, so it is the same on every device.
+    """
     return (
         torch.stack([_fingerprint(t) for t in tensors]) if tensors else torch.zeros(0, dtype=torch.int64, device="cpu")
     )
 
 
 def differing(transport: Transport, tensors: Sequence[Tensor]) -> dict[int, list[int]]:
-    """Rank -> indices of the tensors in which it differs from rank 0; empty if all replicas are bit-identical.
+    """For each rank that differs from rank 0: the indices of the tensors that differ. Empty if all are bit-identical.
 
-    Sends 16 bytes per peer, and 8 more per tensor if they differ. One pass over the tensors; none on one rank alone.
+    All ranks. Sends 16 bytes per peer, and 8 more per tensor if they differ. Reads the tensors once, and not at all in
+    a world of one rank.
     """
     if transport.world_size == 1:
         return {}
@@ -100,7 +120,17 @@ def differing(transport: Transport, tensors: Sequence[Tensor]) -> dict[int, list
 
 @calling("check_replicas()")
 def check_replicas(transport: Transport, tensors: Sequence[Tensor], names: Sequence[str], step: int) -> None:
-    """Raise ReplicaError on all ranks, naming ranks and parameter, unless every replica has the same bits."""
+    """Raise ReplicaError on all ranks unless every replica has the same bits. All ranks. Sends as `differing` does.
+
+    Args:
+        transport: Between the replicas.
+        tensors: Tensors that must be the same.
+        names: Their names, for the message.
+        step: Number of the last step, for the message.
+
+    Raises:
+        ReplicaError: They differ; names ranks and a parameter.
+    """
     ranks = differing(transport, tensors)
     if ranks:
         drifted = sorted({index for indices in ranks.values() for index in indices})
@@ -112,9 +142,13 @@ def check_replicas(transport: Transport, tensors: Sequence[Tensor], names: Seque
 
 
 def make_equal(transport: Transport, tensors: Sequence[Tensor]) -> None:
-    """Give every rank rank 0's values, if they are not the same already. Sends nothing but the vote if they are.
+    """Give every rank the values of rank 0, unless all have the same already. All ranks.
 
-    tensors: of any dtype; of a quantised one that consists of others, those.
+    Sends as `differing` does, and if they differ all tensors from rank 0.
+
+    Args:
+        transport: Between the replicas.
+        tensors: Of any dtype, modified in place. A quantised tensor is sent as the plain tensors of which it consists.
     """
     tensors = [part for tensor in tensors for part in _parts(tensor)]
     if not differing(transport, tensors):
@@ -129,7 +163,7 @@ def make_equal(transport: Transport, tensors: Sequence[Tensor]) -> None:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that hold the bits of this one."""
+    """The plain tensors that contain the bits of this one."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     return [part for name in tensor.__tensor_flatten__()[0] for part in _parts(getattr(tensor, name))]

@@ -1,4 +1,4 @@
-"""Steps that all ranks skip because a gradient is not finite: how many in a row may be, and when a run is over."""
+"""Steps that all ranks skip because a gradient is not finite: warnings, and an error after too many in a row."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from dataclasses import dataclass
 from ..comm import Transport
 from ..comm.messages import gather_texts
 
-# A loss scale that begins at 2^32 skips 33 steps until it is 1, GradScaler's 2^16 17. No mishap lasts longer.
+# A loss scale that begins at 2^32 skips 33 steps until it is 1, and GradScaler's 2^16 skips 17.
+# No mishap lasts longer.
 MOST_SKIPS = 50
 TOO_LARGE = ", finite, but too large to be squared in float32"
-"""Stands behind the name of a parameter whose gradient is so."""
+"""Follows the name of a parameter whose gradient is too large, in messages."""
 
-_TOLD = 3  # of steps in a row, and then the 4th, 8th, 16th ...
+_TOLD = 3  # warn of this number of skipped steps in a row, and then of the 4th, 8th, 16th ...
 
 log = logging.getLogger(__name__)
 
 
 class SkippedStepsError(RuntimeError):
-    """Too many steps in a row were skipped: training stands still."""
+    """Too many steps in a row were skipped: training makes no progress."""
 
 
 @dataclass
 class SkipLimit:
-    """Counts the steps that were skipped in a row. most: that many are an error; 0: none are."""
+    """Counts skipped steps in a row, warns of them, and raises an error after too many.
+
+    Attributes:
+        most: Number of skipped steps in a row that is an error; 0: never an error.
+        in_a_row: Number of steps skipped in a row so far. Default 0.
+    """
 
     most: int
     in_a_row: int = 0
@@ -35,10 +41,16 @@ class SkipLimit:
             raise ValueError(f"max_consecutive_skips must be at least 0 (0: skip for ever), got {self.most}")
 
     def tell(self, rank: int, step: int, bad: Sequence[str], consequence: str, *, tells_of_others: bool = True) -> None:
-        """Warn that a step is left out, before it is observed: on the ranks whose gradients are bad, or on rank 0.
+        """Warn that a step is left out: on the ranks with bad gradients, or on rank 0. Call it before `observe`.
 
-        Of many in a row the first ones, and then fewer. step: its number; one that is skipped has it once more. bad: as
-        in `observe`. tells_of_others: whether gradients are bad on some rank, if not on this one.
+        Of many skipped steps in a row, the first ones are reported, then fewer and fewer. Sends nothing.
+
+        Args:
+            rank: This rank.
+            step: Number of the step. A step that is skipped keeps its number for the next attempt.
+            bad: Names of this rank's parameters with gradients that are not finite, or too large.
+            consequence: End of the message.
+            tells_of_others: Whether gradients are bad on another rank if they are not on this one. Default True.
         """
         count = self.in_a_row + 1
         if count > _TOLD and count & (count - 1):
@@ -55,10 +67,16 @@ class SkipLimit:
     def observe(
         self, is_skipped: bool, bad: Sequence[str], transport: Transport, whole: Transport | None = None
     ) -> None:
-        """Take in a step. All ranks, alike; raises SkippedStepsError, on all of them, after too many in a row.
+        """Count a step. All ranks, with the same is_skipped. Sends nothing until it raises.
 
-        bad: this rank's parameters whose gradients are not finite. whole: the ranks that hold the parts of this
-        replica. Sends nothing until it raises.
+        Args:
+            is_skipped: Whether the step was skipped.
+            bad: Names of this rank's parameters with gradients that are not finite, or too large.
+            transport: Between the replicas.
+            whole: The ranks that hold the parts of this replica. Default None: this rank holds all of it.
+
+        Raises:
+            SkippedStepsError: Too many steps in a row were skipped. On all ranks.
         """
         self.in_a_row = self.in_a_row + 1 if is_skipped else 0
         if not 0 < self.most <= self.in_a_row:

@@ -1,7 +1,7 @@
-"""One small message per rank and step: what all must know before anything is decided.
+"""The vote on a step: one small message per rank, which all ranks need before they decide anything.
 
-A vote begins with the summary of a header: which step the rank is taking, and with which numbers. Ranks that are not
-in the same step, or not with the same numbers, end with a `DesyncError` that names them, before anything is written.
+A vote begins with the summary of a header: which step the rank is taking, and with which options. If ranks are in
+different steps, or use different options, they raise a `DesyncError` that names them, before anything is written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUMBERS_OF_A_GROUP = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 _KIND_BYTES = 32
 _HEADER = struct.Struct(f"<q{_KIND_BYTES}sB")
 _SUMMARY = struct.Struct("<q8s?B8s")
-_SAME_BYTES = 16  # those that begin a vote, of step and digest
+_SAME_BYTES = 16  # step and digest, with which a vote begins
 _SUMS = struct.Struct("<2d")
 
 _REMEDIES = {
@@ -39,16 +39,20 @@ _REMEDIES = {
 
 
 class DesyncError(RuntimeError):
-    """The ranks are not in the same step, or take it with different options. Nothing of the step was written."""
+    """The ranks are in different steps, or take a step with different options. Nothing of the step was written."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A header as it travels in a vote.
+    """A header in the short form that is sent with a vote.
 
-    resends: a gradient of this rank has changed since it was sent. repeats: its gradients are those of the last step.
-    changes: a newcomer waits to be let in before the next step.
-    gradients: see `wrappers.gradient_digest`.
+    Attributes:
+        step: Number of the step.
+        resends: Whether a gradient of this rank has changed since it was sent.
+        repeats: Whether this rank's gradients are those of the last step.
+        changes: Whether a newcomer waits to be let in before the next step.
+        gradients: Digest of the gradients, see `wrappers.gradient_digest`.
+        digest: Digest of the header, 8 bytes.
     """
 
     step: int
@@ -69,10 +73,15 @@ class Summary:
 
 @dataclass(frozen=True)
 class Header:
-    """Which step a rank is taking. numbers: `NUMBERS_OF_A_GROUP` of each group.
+    """Which step a rank is taking, and with which options.
 
-    kind: the optimizer and its round. is_finished: this rank has no batches left; it takes part in the others' steps.
-    edit: what this rank has found replaced in its groups or state, for its error; others hear that there is something.
+    Attributes:
+        step: Number of the step.
+        kind: The optimizer and the kind of step.
+        numbers: `NUMBERS_OF_A_GROUP` of each group.
+        is_finished: Whether this rank has no batches left, and only takes part in the others' steps. Default False.
+        edit: Message about objects that this rank has found replaced in its groups or state; "" (default) if there are
+            none. In a received header it is "something".
     """
 
     step: int
@@ -91,13 +100,21 @@ class Header:
         is_finished: bool = False,
         edit: str = "",
     ) -> Header:
-        """The header of a step over these parameter groups."""
+        """The header of a step over these parameter groups.
+
+        Args:
+            groups: The param groups.
+            step: Number of the step.
+            kind: The optimizer and the kind of step.
+            is_finished: Whether this rank has no batches left. Default False.
+            edit: As the attribute. Default "".
+        """
         return cls(step, kind, tuple(x for group in groups for x in numbers_of(group)), is_finished, edit)
 
     def summary(
         self, *, resends: bool = False, repeats: bool = False, changes: bool = False, gradients: bytes = NOT_COMPARED
     ) -> Summary:
-        """What is sent as long as all agree."""
+        """The summary, which is all that is sent as long as ranks agree. Arguments as the attributes of `Summary`."""
         digest = hashlib.blake2b(self.to_bytes(), digest_size=8).digest()
         return Summary(self.step, resends, repeats, changes, gradients, digest)
 
@@ -115,7 +132,7 @@ class Header:
 
 
 def numbers_of(group: Mapping[str, Any]) -> tuple[float, ...]:
-    """`NUMBERS_OF_A_GROUP` of a group; 0 where it has no such option, a sum where it has several (Adafactor)."""
+    """`NUMBERS_OF_A_GROUP` of a group; 0 for an option that it does not have, the sum of several eps (Adafactor)."""
     betas, eps = group.get("betas", (0.0, 0.0)), group.get("eps", 0.0)
     if isinstance(eps, tuple):
         eps = sum(each for each in eps if each is not None)
@@ -123,7 +140,7 @@ def numbers_of(group: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def options_of(numbers: Sequence[float]) -> list[Group]:
-    """The other way: of each group, the options that these numbers are."""
+    """The inverse of `numbers_of`: for each group, the options that these numbers stand for."""
     width, groups = len(NUMBERS_OF_A_GROUP), []
     for first in range(0, len(numbers), width):
         lr, beta1, beta2, eps, decay = numbers[first : first + width]
@@ -132,14 +149,19 @@ def options_of(numbers: Sequence[float]) -> list[Group]:
 
 
 def option_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The version of this package and the numbers of these groups, as text: what ranks compare at construction."""
+    """The version of this package and the numbers of these groups, as lines that ranks compare at construction."""
     pairs = [zip(NUMBERS_OF_A_GROUP, numbers_of(group), strict=True) for group in groups]
     options = [", ".join(f"{name} = {number}" for name, number in each) for each in pairs]
     return [f"version of onebit = {VERSION}", *(f"options of a group: {line}" for line in options)]
 
 
 def adopt_numbers(groups: Sequence[Group], numbers: Sequence[float]) -> None:
-    """Give the groups another rank's numbers; a learning rate that is a tensor stays one."""
+    """Give the groups another rank's numbers. A learning rate that is a tensor stays one.
+
+    Args:
+        groups: The param groups, modified in place.
+        numbers: The other rank's, from its header.
+    """
     for group, theirs in zip(groups, options_of(numbers), strict=True):
         lr = theirs.pop("lr")
         if isinstance(group["lr"], Tensor):
@@ -151,34 +173,54 @@ def adopt_numbers(groups: Sequence[Group], numbers: Sequence[float]) -> None:
 
 @dataclass
 class HeadersUnderWay:
-    """Every rank's header, on its way. Sends 41 bytes and 40 for each group to each peer."""
+    """The headers of all ranks while they are being sent. Sends 41 bytes and 40 for each group to each peer.
+
+    Attributes:
+        mine: This rank's header.
+        messages: The messages under way.
+    """
 
     mine: Header
     messages: BytesUnderWay
 
     @classmethod
     def launch(cls, transport: Transport, mine: Header, device: torch.device | str) -> HeadersUnderWay:
-        """Send mine to all. All ranks."""
+        """Send this rank's header to all. All ranks."""
         return cls(mine, BytesUnderWay.launch(transport, bytes_on(device, mine.to_bytes())))
 
     def is_ready(self) -> bool:
-        """Whether `read` would wait for no other rank."""
+        """Whether `read` would return without waiting for another rank."""
         return self.messages.work.is_ready()
 
     def read(self) -> list[Header]:
-        """In rank order."""
+        """The headers in rank order. Waits for all ranks."""
         return [Header.from_bytes(data) for data in self.messages.read()[0]]
 
 
 def gather_headers(transport: Transport, mine: Header, device: torch.device | str | None = None) -> list[Header]:
-    """Every rank's header, in rank order. All ranks. Sends as `HeadersUnderWay`, and waits."""
+    """Every rank's header, in rank order. All ranks. Sends as `HeadersUnderWay` does, and waits.
+
+    Args:
+        transport: Between the replicas.
+        mine: This rank's header.
+        device: Device of the messages. Default None: the transport's.
+    """
     return HeadersUnderWay.launch(transport, mine, transport.device if device is None else device).read()
 
 
 def check_summaries(
     transport: Transport, mine: Header, every: Sequence[Summary], device: torch.device | str | None = None
 ) -> None:
-    """Raise as `check_headers` unless all are alike; only then does it send anything. All ranks, the same summaries."""
+    """Raise as `check_headers` does, unless all summaries are the same. All ranks, with the same summaries.
+
+    Sends the headers only if they differ, or if a rank would raise an error for its own.
+
+    Args:
+        transport: Between the replicas.
+        mine: This rank's header.
+        every: The summaries of all ranks.
+        device: Device of the messages. Default None: the transport's.
+    """
     are_alike = len({(one.step, one.digest) for one in every}) == 1
     if not are_alike or mine.edit or not all(map(math.isfinite, mine.numbers)):
         check_headers(transport, mine, gather_headers(transport, mine, device), device)
@@ -187,10 +229,18 @@ def check_summaries(
 def check_headers(
     transport: Transport, mine: Header, headers: Sequence[Header], device: torch.device | str | None = None
 ) -> None:
-    """Raise DesyncError, on all ranks, unless all are in the same step, of one kind, with the same numbers.
+    """Raise an error on all ranks unless all are in the same step, of the same kind, with the same numbers.
 
-    ValueError, on all ranks, where these are not finite. RuntimeError where a rank's groups or state were edited, whose
-    words are sent then. A rank that has finished need not have the numbers.
+    Args:
+        transport: Between the replicas.
+        mine: This rank's header.
+        headers: The headers of all ranks. One that has finished need not have the same numbers.
+        device: Device of the messages. Default None: the transport's.
+
+    Raises:
+        DesyncError: They differ in step, kind or numbers.
+        ValueError: A number is not finite.
+        RuntimeError: A rank's groups or state were edited; that rank sends its message to all.
     """
     if any(header.edit for header in headers):
         raise_on_all_ranks(transport, mine.edit, RuntimeError, device)
@@ -230,10 +280,14 @@ def _listed(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class StepVote:
-    """One rank's contribution. present: which parameters have a gradient here. Then its replica's share of sums.
+    """One rank's vote on a step.
 
-    norm_squared: ‖g_i‖². product: <g_i, m̂>. Both of all the replica's shards together. note: what a family of
-    optimizers says besides, as many bytes on every rank.
+    Attributes:
+        summary: Summary of its header.
+        present: For each parameter, whether it has a gradient here.
+        norm_squared: ‖g_i‖² over all shards of the replica. Default 0.
+        product: <g_i, m̂> over all shards of the replica. Default 0.
+        note: Further bytes that a family of optimizers adds, the same number on every rank. Default b"".
     """
 
     summary: Summary
@@ -248,7 +302,7 @@ class StepVote:
         return self.summary.to_bytes() + _SUMS.pack(self.norm_squared, self.product) + presence + self.note
 
     def with_sums(self, sums: Tensor) -> StepVote:
-        """The same with norm_squared, and product where there is one. Waits for their device."""
+        """A copy with norm_squared, and product if there is a second sum. Waits for their device."""
         return replace(self, **dict(zip(("norm_squared", "product"), sums.tolist(), strict=False)))
 
     @classmethod
@@ -262,7 +316,16 @@ class StepVote:
 
 @dataclass
 class Ballot:
-    """A vote under way; mine: this rank's. votes: every rank's, in rank order, once it has been read."""
+    """A vote under way.
+
+    Attributes:
+        transport: Between the replicas.
+        header: This rank's header.
+        mine: This rank's vote.
+        device: Device of the messages.
+        messages: The messages under way.
+        votes: Every rank's vote, in rank order; empty until they have been read.
+    """
 
     transport: Transport
     header: Header
@@ -280,10 +343,15 @@ class Ballot:
         device: torch.device,
         sums: Tensor | None = None,
     ) -> Ballot:
-        """Send this rank's. All ranks. Sends 42 bytes, a bit per parameter and the note to each peer.
+        """Send this rank's vote. All ranks. Sends 42 bytes, a bit per parameter and the note to each peer.
 
-        header: of which the vote has the summary. sums: norm_squared, and product where it is not 0, float64 [1 or 2],
-        where the host has not waited for them; mine has zeros there.
+        Args:
+            transport: Between the replicas.
+            header: The header that the vote sums up.
+            mine: The vote.
+            device: Device of the messages.
+            sums: norm_squared, and product if it is not 0, float64 [1 or 2], if the host has not waited for them; mine
+                then has zeros there. Default None.
         """
         mine_B = bytes_on(device, mine.to_bytes())
         if sums is not None:
@@ -292,9 +360,13 @@ class Ballot:
         return cls(transport, header, mine, device, messages)
 
     def read(self, flags: Mapping[torch.device, Tensor] | None = None) -> bool:
-        """Whether these flags are true: for each device a bool of no dimensions. The votes' own comes in the same wait.
+        """Read the votes, and return whether all flags are true. Waits once for the device of the votes.
 
-        Raises DesyncError, the first time; see `check_headers` and `check_votes`.
+        Args:
+            flags: For each device, a bool of no dimensions. Default None: none.
+
+        Raises:
+            DesyncError: At the first call; see `check_headers` and `check_votes`.
         """
         rest, are_true = dict(flags or {}), True
         if not self.votes:
@@ -306,32 +378,32 @@ class Ballot:
         return are_true and all(bool(flag) for flag in rest.values())
 
     def take(self, messages: Sequence[bytes]) -> None:
-        """The votes are these, unchecked."""
+        """Take the votes from these messages, unchecked."""
         self.votes = self._parsed(messages)
 
     def _parsed(self, messages: Sequence[bytes]) -> list[StepVote]:
         return [StepVote.from_bytes(data, len(self.mine.present)) for data in messages]
 
     def check(self) -> None:
-        """Raise DesyncError; see `check_headers` and `check_votes`. All ranks, once the votes are here."""
+        """Raise DesyncError as `check_headers` and `check_votes` do. All ranks, after the votes were taken."""
         check_votes(self.transport, self.header, self.votes, self.device)
 
     def sums(self) -> Tensor:
-        """norm_squared and product of each rank, float64 [W, 2], on the device. Of a vote that has arrived."""
+        """norm_squared and product of each rank, float64 [W, 2], on the device. The vote must have arrived."""
         rows = self.messages.rows[:, _SUMMARY.size : _SUMMARY.size + _SUMS.size]
         return rows.clone(memory_format=torch.contiguous_format).view(torch.float64)
 
     def gate(self) -> Tensor:
-        """Whether all ranks are in the same step, and all their sums finite: bool, of no dimensions, on the device.
+        """Whether all ranks are in the same step, and all their sums are finite: bool, of no dimensions, on the device.
 
-        Of a vote that has arrived. Waits for nothing.
+        The vote must have arrived. Does not wait for the device.
         """
         same = self.messages.rows[:, :_SAME_BYTES]
         return self.sums().isfinite().all().logical_and_((same == same[0]).all())
 
 
 def cast_votes(transport: Transport, header: Header, mine: StepVote, device: torch.device) -> Sequence[StepVote]:
-    """Every rank's vote, in rank order. All ranks. As `Ballot.cast`, and waits."""
+    """Every rank's vote, in rank order. All ranks. Sends as `Ballot.cast` does, and waits."""
     ballot = Ballot.cast(transport, header, mine, device)
     ballot.read()
     return ballot.votes
@@ -340,7 +412,14 @@ def cast_votes(transport: Transport, header: Header, mine: StepVote, device: tor
 def check_votes(
     transport: Transport, header: Header, votes: Sequence[StepVote], device: torch.device | str | None = None
 ) -> None:
-    """Raise as `check_summaries`; DesyncError too where some ranks use a gradient again, and others have new ones."""
+    """Raise as `check_summaries` does, and DesyncError if only some ranks use the gradients of their last step again.
+
+    Args:
+        transport: Between the replicas.
+        header: This rank's header.
+        votes: The votes of all ranks.
+        device: Device of the messages. Default None: the transport's.
+    """
     check_summaries(transport, header, [vote.summary for vote in votes], device)
     again = [rank for rank, vote in enumerate(votes) if vote.summary.repeats]
     anew = [rank for rank, vote in enumerate(votes) if not vote.summary.repeats and any(vote.present)]
@@ -353,15 +432,15 @@ def check_votes(
 
 
 def are_finite(votes: Sequence[StepVote]) -> bool:
-    """Whether the sums are of all of these."""
+    """Whether the sums of all these votes are finite."""
     return all(math.isfinite(vote.norm_squared) and math.isfinite(vote.product) for vote in votes)
 
 
 def are_beyond_range(votes: Sequence[StepVote]) -> bool:
-    """Whether sums are not finite that may be in float64: no square is a NaN, as of a gradient that holds one."""
+    """Whether sums are not finite that may be finite in float64: no square is a NaN, as if a gradient contained one."""
     return not are_finite(votes) and not any(math.isnan(vote.norm_squared) for vote in votes)
 
 
 def present_anywhere(votes: Sequence[StepVote]) -> list[bool]:
-    """Per parameter: whether any rank has a gradient for it."""
+    """For each parameter, whether any rank has a gradient."""
     return [any(column) for column in zip(*(vote.present for vote in votes), strict=True)]

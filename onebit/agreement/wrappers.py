@@ -1,9 +1,9 @@
-"""Whoever else averages gradients is found and named: the optimizer is the one owner of data-parallel traffic.
+"""Finds and names other libraries that average gradients: all data-parallel traffic belongs to the optimizer.
 
-DistributedDataParallel leaves no mark on parameters. So gradients are compared in the first steps: where all ranks
-have the same bits, someone has averaged them, or all ranks read the same data. Only then the wrapper is looked for,
-among the wrappers that live. Lightning's Trainer is looked for among those who call the step: it may take each rank
-for the only one, and give all of them the same data in another order.
+DistributedDataParallel leaves no mark on parameters. So gradients are compared in the first steps: if all ranks have
+the same bits, a library has averaged them, or all ranks read the same data. Only then are the live wrappers searched.
+Lightning's Trainer is searched for among the callers of the step: it may treat each rank as the only one, and give all
+of them the same data in another order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ NOT_COMPARED = b"\0" * 8
 
 
 class WrapperWatch:
-    """Compares the ranks' gradients in the first steps, and looks for who has averaged them where they are the same."""
+    """Compares the ranks' gradients in the first steps; if they are the same, looks for a wrapper that averages them.
+
+    Args:
+        transport: Between the replicas.
+        parts: The ranks that hold the parts of this replica.
+    """
 
     def __init__(self, transport: Transport, parts: ModelParallelGroup):
         self._transport, self._parts = transport, parts
@@ -44,13 +49,18 @@ class WrapperWatch:
         return step < COMPARED_STEPS and self._transport.world_size > 1
 
     def note(self, digests: Sequence[bytes]) -> None:
-        """What all ranks say of some gradients, in rank order."""
+        """Note the digests of all ranks' gradients, in rank order."""
         self._is_alike |= are_alike(digests)
 
     def look(self, params: Iterable[Tensor], *, in_any_case: bool = False) -> None:
-        """Refuse a wrapper that averages gradients as well, warn of what looks like one. All parts of the model.
+        """Refuse a wrapper that averages gradients, and warn of gradients that look averaged. All parts of the model.
 
-        in_any_case: also where no gradients were noted that are the same on all ranks.
+        Args:
+            params: The parameters that are trained.
+            in_any_case: Whether to look also if no gradients were noted that are the same on all ranks. Default False.
+
+        Raises:
+            RuntimeError: A wrapper, or a Lightning Trainer, was found.
         """
         if not self._has_looked:
             self._has_looked = True
@@ -64,7 +74,11 @@ class WrapperWatch:
 
 
 def gradient_digest(grads_by_bucket: Iterable[Sequence[Tensor | None]]) -> bytes:
-    """8 bytes, the same where gradients have the same bits; `NOT_COMPARED` where none differs from zero."""
+    """8 bytes, the same for gradients with the same bits; `NOT_COMPARED` if none differs from zero.
+
+    Args:
+        grads_by_bucket: The gradients of each bucket; None for a parameter without one.
+    """
     bits = [gradient_bits(grads).cpu() for grads in grads_by_bucket]
     if not any(bool(each.any()) for each in bits):
         return NOT_COMPARED
@@ -72,15 +86,15 @@ def gradient_digest(grads_by_bucket: Iterable[Sequence[Tensor | None]]) -> bytes
 
 
 def are_alike(digests: Sequence[bytes]) -> bool:
-    """Whether several ranks have the same gradients, of those that were compared."""
+    """Whether several ranks have the same gradients, among those that were compared."""
     return len(digests) > 1 and len(set(digests)) == 1 and digests[0] != NOT_COMPARED
 
 
 def wrapper_of(params: Iterable[Tensor]) -> str:
-    """The name of a wrapper that averages the gradients of any of these; "" where none is in sight.
+    """The name of a wrapper that averages the gradients of any of these parameters; "" if none is found.
 
-    One that was told not to, by a communication hook that is not ours, does not count. Looks at what all live objects
-    refer to: 60 ms per million.
+    A wrapper does not count if a communication hook other than ours replaces its averaging. Searches the referrers of
+    the wrapper classes among all live objects: 60 ms per million.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return ""
@@ -90,7 +104,7 @@ def wrapper_of(params: Iterable[Tensor]) -> str:
     # An object refers to its class. Not gc.get_objects(): that shows tuples which another thread is still making, and
     # its tuple() then raises SystemError.
     for found in gc.get_referrers(*kinds):
-        # By type, not isinstance: that would ask proxies for their class, and load what they stand for.
+        # By type, not isinstance: isinstance would ask proxies for their class, and so load the objects behind them.
         if type(found) in kinds and _averages(found) and any(p in ours for p in found.parameters()):
             return type(found).__name__
     return ""
@@ -101,9 +115,9 @@ def _averages(wrapped: DistributedDataParallel) -> bool:
 
 
 def refuse_lone_trainer(transport: Transport, params: Iterable[Tensor]) -> None:
-    """Raise RuntimeError where a Lightning Trainer trains these parameters as if this rank were the only one.
+    """Raise RuntimeError if a Lightning Trainer trains these parameters as if this rank were the only one.
 
-    Looks at who has called this step. Sends nothing.
+    Looks at the callers of this step. Sends nothing.
     """
     if transport.world_size == 1:
         return
@@ -119,9 +133,9 @@ def refuse_lone_trainer(transport: Transport, params: Iterable[Tensor]) -> None:
 
 
 def _calling_trainers() -> Iterator[Any]:
-    """Lightning's Trainers whose methods this thread is in.
+    """Lightning's Trainers of which this thread is in a method.
 
-    Not by gc.get_objects(): a tuple that another thread is making would be seen, and its tuple() raise SystemError.
+    Not by gc.get_objects(): it shows tuples that another thread is still making, and their tuple() raises SystemError.
     """
     frame = sys._getframe()
     while (caller := frame.f_back) is not None:
@@ -137,7 +151,7 @@ def _with_subclasses(kind: type) -> set[type]:
 
 
 def refuse_wrapper(transport: Transport, params: Iterable[Tensor]) -> None:
-    """Raise RuntimeError, on all ranks, where a wrapper averages these gradients on any. All ranks. Sends 16 bytes."""
+    """Raise RuntimeError on all ranks if a wrapper averages these gradients on any. All ranks. Sends 16 bytes."""
     problem, name = None, wrapper_of(params)
     if name:
         problem = (
@@ -149,7 +163,7 @@ def refuse_wrapper(transport: Transport, params: Iterable[Tensor]) -> None:
 
 
 def warn_of_averaging(transport: Transport) -> None:
-    """Say, on rank 0, that all ranks have the same gradients, and what may be wrong."""
+    """Warn, on rank 0, that all ranks have the same gradients, and name the likely causes."""
     if transport.rank == 0:
         log.warning(
             "all %d ranks have the same gradients, to the bit. Either they are averaged before the optimizer does so, "
