@@ -1,12 +1,12 @@
-"""Members that come and go: a run that loses a machine goes on, and takes a new one in.
+"""Members that come and go: a run that loses a machine continues, and lets a new one in.
 
     members = onebit.membership.connect("host:29400", founders=2)
     optimizer = onebit.OnebitAdam(model.parameters(), lr=1e-3, transport=members)
     onebit.membership.begin(optimizer, scheduler=scheduler)
     ...                                     # the loop as it was
 
-A member is a rank. `rendezvous.py` says who they are, `members.py` is the transport between those of now, `change.py`
-brings an optimizer from one set of members to the next.
+A member is a rank. `rendezvous.py` agrees on the members, `members.py` is the transport between the current ones, and
+`change.py` brings an optimizer from one set of members to the next.
 """
 
 from .buffers import Buffers

@@ -1,4 +1,4 @@
-"""Buffers of a model, which no optimizer knows: a newcomer gets them beside the optimizer's state."""
+"""Buffers of a model, which no optimizer knows: a newcomer gets them together with the optimizer's state."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ..usage.buffers import persistent_buffers
 
 
 class Buffers:
-    """The buffers of a model that its state_dict holds, such as BatchNorm's statistics.
+    """Gives a newcomer the buffers that a model's state_dict contains, such as BatchNorm's statistics.
 
-    `begin(optimizer, buffers=Buffers(model))` gives a newcomer those of the member that gives it the state.
+    Pass it to `begin(optimizer, buffers=Buffers(model))`: a newcomer gets the buffers of the member that sends it the
+    state.
 
     Args:
         model: The model.
@@ -23,11 +24,11 @@ class Buffers:
         self._model = model
 
     def state_dict(self) -> dict[str, Tensor]:
-        """By name."""
+        """The buffers by name. Tensors are not copied."""
         return {name: buffer.detach() for name, buffer in persistent_buffers(self._model)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Copy these into the model's buffers. Raises KeyError if one is missing."""
+        """Copy these values into the model's buffers. Raises KeyError if one is missing."""
         for name, buffer in persistent_buffers(self._model):
             buffer.copy_(state_dict[name])

@@ -1,15 +1,15 @@
-"""A change of members: from the world of one epoch to that of the next, with an optimizer's state.
+"""A change of members: brings an optimizer's state from the world of one epoch to that of the next.
 
-    1. The step under way is forgotten: nothing of it was written, its gradients are there. The state is taken as it is.
-    2. The members of the next epoch meet, and tell how many steps each has taken.
-    3. The first of those that have taken the most gives its state to newcomers, and to whoever lacks the last step.
-    4. Each keeps its own residuals, and cuts its chunks for the new number of ranks.
+    1. The step under way is forgotten: nothing of it was written, and its gradients remain. The state is taken as is.
+    2. The members of the next epoch meet, and exchange how many steps each has taken.
+    3. The first of those that have taken the most sends its state to newcomers, and to members without the last step.
+    4. Each keeps its own residuals, and divides its chunks for the new number of ranks.
 
-If another member is lost meanwhile, all of it is done once more, from 2. Nothing is written before 4.
+If another member is lost meanwhile, this begins again at 2. Nothing is written before 4.
 
-Every rank counts 1/W in a mean, so a residual e becomes e·W'/W: what the living have not sent yet keeps its weight. A
-server error of elements that this rank no longer owns goes into its own residual, times W', without any traffic. What
-the lost members had not sent is lost.
+Every rank counts 1/W in a mean, so a residual e becomes e·W'/W: values that the remaining members have not sent yet
+keep their weight. A server error of elements that this rank no longer owns is added to its worker error, times W',
+without any traffic. The residuals of lost members are lost.
 """
 
 from __future__ import annotations
@@ -41,36 +41,55 @@ PIECE_BYTES = 4 << 20
 
 
 class Changing(Protocol):
-    """An optimizer whose world may change. Parameters are written by `take_over` alone."""
+    """An optimizer whose world may change. Only `take_over` writes parameters."""
 
     param_groups: list[Group]
     transport: Transport
 
     def steps_taken(self) -> int:
-        """How many steps of the training have been taken."""
+        """Number of training steps that were taken."""
 
     def option_lines(self) -> list[str]:
         """The options that must be the same on all ranks, as text."""
 
     def leave_world(self) -> State:
-        """Forget the step under way, and give this rank's state. Local."""
+        """Forget the step under way, and return this rank's state. Local."""
 
     def enter_world(self, state: State) -> None:
-        """Take back a state that `leave_world` gave, for the transport's world as it is now. Local."""
+        """Take back a state from `leave_world`, for the transport's world as it is now. Local.
+
+        Args:
+            state: From this rank's `leave_world`.
+        """
 
     def for_others(self, state: State) -> State:
-        """Of such a state, what every rank has. Tensors, lists, dicts and plain values."""
+        """The part of such a state that every rank has. Tensors, lists, dicts and plain values.
+
+        Args:
+            state: From `leave_world`.
+        """
 
     def take_over(self, theirs: State, own: State | None) -> None:
-        """Take over what another rank gave `for_others`; residuals are this rank's own, or zero. Local."""
+        """Take over another rank's state. Local.
+
+        Args:
+            theirs: From the other rank's `for_others`.
+            own: This rank's state from `leave_world`, of which it keeps the residuals. None: they are zero.
+        """
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a change was. took_step: the others had taken the step that this rank was in, and it has it now.
+    """The result of a change of members.
 
-    is_back: the others had gone on without this member, and it has begun anew with their state, before their next step.
-    sent_bytes: what this rank sent for it. seconds: from the news to the first step.
+    Attributes:
+        took_step: Whether the others had taken the step in which this rank was, and it has taken it over.
+        is_back: Whether the others had continued without this member, and it has begun anew with their state, before
+            their next step. Default False.
+        lost: Names of the members that are gone. Default ().
+        joined: Names of the members that are new. Default ().
+        sent_bytes: Bytes that this rank has sent for the change. Default 0.
+        seconds: Duration of the change. Default 0.
     """
 
     took_step: bool
@@ -84,16 +103,16 @@ class Change:
 def begin(optimizer: Changing, **travels: Travels) -> None:
     """Enter the run. Founders wait for each other; a newcomer is let in before a step, and gets a member's state.
 
-    All members call it once, before the first step. Then they have the same parameters and state, to the bit.
+    All members call it once, before the first step. Afterwards they have the same parameters and state, to the bit.
 
     Args:
         optimizer: Constructed over a `Members`.
-        travels: What else a newcomer needs, by the same names on all members: objects with `state_dict` and
-            `load_state_dict`, as a schedule.
+        travels: Other objects whose state a newcomer needs, such as a schedule, by the same names on all members. They
+            have `state_dict` and `load_state_dict`.
 
     Raises:
-        MembershipError: No epoch came about within `Patience.wait_s`, or the run has ended.
-        TypeError: The optimizer's transport is another one.
+        MembershipError: No epoch began within `Patience.wait_s`, or the run has ended.
+        TypeError: The optimizer's transport is not a `Members`.
         ValueError: This newcomer has another model or other options than the run; among founders, on all of them.
     """
     members = optimizer.transport
@@ -103,14 +122,21 @@ def begin(optimizer: Changing, **travels: Travels) -> None:
     try:
         change(optimizer, members, None)
     except BaseException:
-        members.abandon()  # whoever waits for this one goes on
+        members.abandon()  # members that wait for this one continue
         raise
 
 
 def change(optimizer: Changing, members: Members, why: PeerError | None) -> Change:
     """Bring this member and its optimizer into the next epoch. All members.
 
-    Raises MembershipError as `Rendezvous.meet`, or if nobody is left who has the state; ValueError as `begin`.
+    Args:
+        optimizer: The optimizer; its state is replaced.
+        members: Its transport.
+        why: The error that ended the epoch. None: a newcomer waits.
+
+    Raises:
+        MembershipError: As `Rendezvous.meet`, or no remaining member has the state.
+        ValueError: As `begin`.
     """
     began, before, sent = time.monotonic(), members.roster, members.sent_bytes
     own = optimizer.leave_world()
@@ -120,7 +146,8 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
             members.enter_next(why)
             theirs = _bring_together(optimizer, members, steps, own)
             assert members.roster is not None
-            members.rendezvous.confirm(members.roster, "ready")  # however long a copy takes: no timeout of a transport
+            # A copy of the state may take longer than a transport's timeout: wait in the rendezvous instead.
+            members.rendezvous.confirm(members.roster, "ready")
             break
         except PeerError as error:
             why = error
@@ -143,7 +170,7 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
 
 
 def _bring_together(optimizer: Changing, members: Members, steps: int, own: State) -> State | None:
-    """What this member lacks of the run; None: nothing."""
+    """The state that this member lacks, from the member that sends it; None if it lacks nothing."""
     assert members.roster is not None
     mine = {"steps": steps, "has_state": members.has_state}
     standing = [json.loads(row) for row in gather_bytes(members, json.dumps(mine).ljust(64).encode())]
@@ -176,9 +203,9 @@ def _bring_together(optimizer: Changing, members: Members, steps: int, own: Stat
 def _refuse_strangers(
     optimizer: Changing, members: Members, params: Sequence[Tensor], with_state: Sequence[int]
 ) -> None:
-    """Raise ValueError in newcomers whose model or options are not the run's; PeerError in all others, which go on.
+    """Raise ValueError in newcomers with another model or other options than the run.
 
-    Among founders alone: ValueError on all.
+    The others raise PeerError, and continue. If there are only founders, ValueError on all.
     """
     lines = [f"parameter {k}: {p.dtype} {tuple(p.shape)}" for k, p in enumerate(params)]
     lines += optimizer.option_lines()

@@ -1,7 +1,7 @@
-"""Members: the transport between those who are members now. An optimizer keeps it through all changes.
+"""Members: the transport between the current members. An optimizer keeps it through all changes.
 
-Each epoch has a transport; this one hands its operations on to that of the epoch under way. Before the first it is a
-world of one rank, so that whoever comes constructs model and optimizer alone.
+Each epoch has a transport; this one passes its operations on to that of the current epoch. Before the first epoch it is
+a world of one rank, so that a newcomer constructs model and optimizer alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Connect = Callable[[Roster, int], Transport]
 
 
 class Travels(Protocol):
-    """What a newcomer gets besides the optimizer's state."""
+    """An object whose state a newcomer gets besides the optimizer's."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
@@ -29,11 +29,19 @@ class Travels(Protocol):
 
 
 class Members(Transport):
-    """The members of a run, as one of them sees them. All members make one, and call `begin` (`change.py`) once.
+    """The transport between the members of a run. All members make one, and call `begin` (`change.py`) once.
 
-    roster: who they are now; None before `begin`. has_state: whether this member has the run's parameters and state.
-    lost, joined: how many members have gone and come since this one began. connect: makes the transport of an epoch,
-    from its roster and this member's rank in it.
+    Args:
+        rendezvous: Where members agree on an epoch.
+        connect: Makes the transport of an epoch, from its roster and this member's rank in it.
+
+    Attributes:
+        rendezvous: The same.
+        roster: The current members; None before `begin`.
+        has_state: Whether this member has the run's parameters and state.
+        lost: Number of members that have gone since this one began.
+        joined: Number of members that have come since this one began.
+        travels: Other objects whose state a newcomer gets, by name.
     """
 
     ranks_change = True
@@ -46,15 +54,20 @@ class Members(Transport):
         self.travels: Mapping[str, Travels] = {}
         self._now: Transport = SimTransport()
         self._sent_before = self._sent_before_inter_node = 0
-        self._channels: list[Channel] = []  # of the epoch, in the order in which they were asked for
+        self._channels: list[Channel] = []  # of the epoch, in the order in which they were made
         self._channels_asked = 0
 
     # ---------------------------------------------------------------- epochs
 
     def enter_next(self, why: PeerError | None) -> None:
-        """Leave the epoch under way, and be in the next. All that was launched is forgotten. May raise PeerError.
+        """Leave the current epoch, and enter the next. Operations under way are forgotten.
 
-        why: what ended it; None: a newcomer waits.
+        Args:
+            why: The error that ended the epoch. None: a newcomer waits.
+
+        Raises:
+            PeerError: A member was lost while the epoch began.
+            MembershipError: As `Rendezvous.meet`.
         """
         last, missed = self.roster, []
         if last is not None:
@@ -64,7 +77,7 @@ class Members(Transport):
         self._now = SimTransport()
         self.roster = roster = self.rendezvous.meet(last, missed)
         if last is not None and roster.epoch != last.epoch + 1:
-            self.has_state = False  # the others went on without this member
+            self.has_state = False  # the others have continued without this member
         self._now = self._connect(roster, roster.names.index(self.rendezvous.name))
         self._channels = [self._now.new_channel() for _ in range(self._channels_asked)]
         if last is not None:
@@ -72,7 +85,7 @@ class Members(Transport):
             self.lost, self.joined = self.lost + len(gone), self.joined + len(come)
 
     def is_awaited(self) -> bool:
-        """Whether a newcomer waits, as far as this member has looked. The first member looks for all."""
+        """Whether a newcomer waits to be let in, as far as this member has looked. The first member looks for all."""
         return self.rendezvous.is_awaited.is_set()
 
     # ---------------------------------------------------------------- the transport of the epoch
@@ -144,11 +157,11 @@ class Members(Transport):
         return f"{self._now.describe()}, of members that come and go"
 
     def close(self) -> None:
-        """The run has ended, for all members: whoever waits to be let in is told."""
+        """End the run for all members: newcomers that wait to be let in are told."""
         self.rendezvous.end("its members have closed")
         self._now.close()
 
     def abandon(self, why: str = "") -> None:
-        """Leave: the others go on without this member."""
+        """Leave the run: the others continue without this member."""
         self.rendezvous.leave()
         self._now.abandon(why)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..comm.transports.torch_distributed import TorchTransport
 
 CONNECT_S = 10.0
-"""How long the members of an epoch may take to connect to each other, once all of them have confirmed it."""
+"""Seconds in which the members of an epoch must connect to each other, once all of them have confirmed it."""
 
 
 def connect(
@@ -39,22 +39,24 @@ def connect(
     timeout_s: float = 30.0,
     patience: Patience | None = None,
 ) -> Members:
-    """The members of a run that meet at an address. Each member's process makes one, and then calls `begin`.
+    """The transport between the members of a run that meet at an address. Each member's process makes one.
 
-    It is the transport to construct an optimizer over: `onebit.OnebitAdam(params, transport=members)`. Gloo moves the
-    bytes; the process must have no default process group of torch.distributed, as each epoch is one.
+    Construct an optimizer over it, `onebit.OnebitAdam(params, transport=members)`, and then call `begin`. Gloo moves
+    the bytes; the process must have no default process group of torch.distributed, as each epoch is one.
 
     Args:
         address: "host:port" of `onebit rendezvous`.
-        founders: How many members the run begins with, the same on all. Default 1.
+        founders: Number of members with which the run begins, the same on all. Default 1.
         token: A secret of the run, the same on all members. Default "".
-        name: This member's, unlike all others' that ever were. Default: host, process number and a random number.
+        name: Name of this member, which no other member has or ever had. Default: host, process number and a random
+            number.
         timeout_s: Seconds after which a silent member counts as lost. Default 30.
-        patience: How long members wait for each other at changes.
+        patience: How long members wait for each other at changes. Default: `Patience()`.
 
     Raises:
-        MembershipError: Nobody answers at the address.
+        MembershipError: Nothing answers at the address.
         RuntimeError: torch.distributed has a default process group.
+        ValueError: The address is not "host:port".
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -68,12 +70,16 @@ def connect(
     store = partial(_store, host, int(port))
     rendezvous = Rendezvous(store, name, token=token, founders=founders, patience=patience)
     members = Members(rendezvous, partial(_group, rendezvous, store, timeout_s))
-    atexit.register(members.abandon)  # Gloo's threads may abort a Python that ends; and the others learn of it at once
+    atexit.register(members.abandon)  # Gloo's threads may abort a Python that ends; it also tells the others at once
     return members
 
 
 def serve(port: int) -> dist.TCPStore:
-    """The store of a rendezvous, in this process, at this port of all its addresses; 0: a free one."""
+    """A store for a rendezvous, in this process.
+
+    Args:
+        port: Port on all addresses of this machine; 0: a free one.
+    """
     return dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
 
 
@@ -98,7 +104,7 @@ def _group(
 ) -> TorchTransport:
     from ..comm.transports.torch_distributed import TorchTransport
 
-    rendezvous.confirm(roster, "present")  # a peer that dies while groups connect would hold Gloo for ever
+    rendezvous.confirm(roster, "present")  # if a peer died while groups connect, Gloo would hang for ever
     prefixed = dist.PrefixStore(f"group/{roster.epoch}", store())
     make = partial(
         dist.init_process_group,
@@ -112,5 +118,5 @@ def _group(
         call_within(CONNECT_S + STORE_S, make, None)
     except (RuntimeError, TimeoutError) as error:
         raise PeerError(f"{rendezvous.name}: epoch {roster.epoch} does not connect: {reason(error)}") from error
-    set_group_timeout(timeout_s + DIAGNOSIS_S)  # Gloo's own, which must come second
+    set_group_timeout(timeout_s + DIAGNOSIS_S)  # Gloo's own timeout, which must come after ours
     return TorchTransport(None, timeout_s, owns_group=True, finds_cause=False)

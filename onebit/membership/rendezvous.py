@@ -1,12 +1,12 @@
-"""Rendezvous: who the members of a run are, epoch by epoch, in a store of torch's that outlives each of them.
+"""The rendezvous: members agree on who is in a run, epoch by epoch, in a store of torch's that outlives each of them.
 
-An epoch is a set of members, in an order that is their ranks. Whoever wants into the next one writes its name under
-that epoch's number, and waits for the roster. A member of the epoch before closes it once every other one has come or
-has fallen silent: each counts up a number in the store as long as its process lives. `compare_set` lets one roster be
-written. Whoever comes later is a newcomer of the epoch after.
+An epoch is a set of members, in the order of their ranks. A member that wants to be in the next one writes its name
+under that epoch's number, and waits for the roster. A member of the epoch before closes it once every other one has
+come or has fallen silent: each counts up a number in the store as long as its process lives. `compare_set` lets one
+roster be written. A member that comes later is a newcomer of the epoch after.
 
-Between changes the store is needed for these numbers alone, and may be away. What is written is JSON with an HMAC of
-the run's token, so that nobody without it has a say; nothing is unpickled.
+Between changes the store is needed for these numbers alone, and may be away. Values are JSON with an HMAC keyed by the
+run's token, so that a process without the token cannot write one; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -35,12 +35,20 @@ POLL_S = 0.02
 
 
 class MembershipError(RuntimeError):
-    """A member has no place in the run: none of the last epoch came, the run has ended, or the store is another's."""
+    """A member has no place in the run.
+
+    No member of the last epoch came, the run has ended, or the store belongs to another run or does not answer.
+    """
 
 
 @dataclass(frozen=True)
 class Roster:
-    """The members of an epoch. names: in rank order."""
+    """The members of an epoch.
+
+    Attributes:
+        epoch: Number of the epoch, from 1; 0 before the first.
+        names: Names of the members, in rank order.
+    """
 
     epoch: int
     names: tuple[str, ...]
@@ -50,10 +58,14 @@ class Roster:
 class Patience:
     """How long members wait, in seconds.
 
-    beat_s: between two signs of life. suspect_s: how long a member is silent before it is given up, if a connection to
-    it has broken; silent_s: if none has. busy_s: how long a member that lives is waited for, which may compute. wait_s:
-    how long a newcomer waits to be let in. look_s: how often the first member looks for newcomers. away_s: how long the
-    store may be away at a change.
+    Attributes:
+        beat_s: Time between two signs of life. Default 0.25.
+        suspect_s: Silence after which a member counts as lost if a connection to it has broken. Default 1.
+        silent_s: Silence after which it counts as lost if no connection has broken. Default 5.
+        busy_s: Time to wait for a member that lives, and may be computing. Default 300.
+        wait_s: Time that a newcomer waits to be let in. Default 300.
+        look_s: Time between the first member's looks for newcomers. Default 1.
+        away_s: Time for which the store may be away at a change. Default 60.
     """
 
     beat_s: float = 0.25
@@ -69,12 +81,12 @@ class Rendezvous:
     """Where one member meets the others.
 
     Args:
-        connect: Gives a store of torch's that all members reach, over a new connection: a TCPStore in a process that
+        connect: Returns a store of torch's that all members reach, over a new connection: a TCPStore in a process that
             outlives them.
-        name: This member's, unlike all others'; a process that starts again takes another.
+        name: Name of this member, which no other has; a process that starts again takes another.
         token: A secret of the run, the same on all members. Default "".
-        founders: How many members the first epoch waits for, the same on all. Default 1.
-        patience: How long to wait for whom.
+        founders: Number of members for which the first epoch waits, the same on all. Default 1.
+        patience: How long to wait. Default: `Patience()`.
     """
 
     def __init__(
@@ -92,15 +104,18 @@ class Rendezvous:
         self._lock, self._now = threading.Lock(), Roster(0, ())
         self._ended = threading.Event()
         self.is_awaited = threading.Event()
-        """Whether a newcomer waits for the next epoch, as far as this member has looked: the first one does."""
+        """Set if a newcomer waits for the next epoch, as far as this member has looked. The first one looks for all."""
         threading.Thread(target=self._live, name="onebit-members", daemon=True).start()
 
     def meet(self, last: Roster | None, missed: Collection[str] = ()) -> Roster:
         """Wait for the next epoch, and be in it.
 
         Args:
-            last: The epoch that this member was in; None: it is new.
-            missed: Members of that epoch to which a connection has broken, or which were silent.
+            last: The epoch in which this member was. None: it is new.
+            missed: Members of that epoch to which a connection has broken, or which were silent. Default ().
+
+        Returns:
+            The roster of the new epoch.
 
         Raises:
             MembershipError: As a newcomer, after `wait_s`, or once the run has ended.
@@ -114,15 +129,23 @@ class Rendezvous:
                     self._now = roster
                     self.is_awaited.clear()
                 return roster
-            before, missed = roster, ()  # closed without this one
+            before, missed = roster, ()  # this epoch was closed without this member: try the one after
 
     @property
     def has_begun(self) -> bool:
-        """Whether an epoch came about: from then on a member has the run's state, or none ever will."""
+        """Whether there has been an epoch: from then on a member has the run's state, or it is lost."""
         return bool(self._store.check(["begun"]))
 
     def confirm(self, roster: Roster, what: str) -> None:
-        """Wait until all members of an epoch have confirmed this. Raises PeerError if one falls silent meanwhile."""
+        """Wait until all members of an epoch have confirmed this point.
+
+        Args:
+            roster: The epoch.
+            what: Name of the point.
+
+        Raises:
+            PeerError: A member falls silent meanwhile.
+        """
         self._store.set(f"{what}/{roster.epoch}/{self.name}", "yes")
         silences, absent = _Silences(self._store), list(roster.names)
         while absent := [n for n in absent if not self._store.check([f"{what}/{roster.epoch}/{n}"])]:
@@ -133,11 +156,15 @@ class Rendezvous:
             time.sleep(POLL_S)
 
     def begin(self) -> None:
-        """The epoch has come about."""
+        """Note in the store that the run has begun."""
         self._store.set("begun", "yes")
 
     def end(self, why: str) -> None:
-        """Tell whoever waits that the run has ended, if the store is there."""
+        """Tell waiting newcomers that the run has ended, if the store can be reached.
+
+        Args:
+            why: The reason, for their message.
+        """
         self.leave()
         with suppress(MembershipError):
             self._beats.set("ended", self._signed("ended", {"why": why}))
@@ -159,11 +186,11 @@ class Rendezvous:
                     with self._lock:
                         if waits and now is self._now:
                             self.is_awaited.set()
-            except MembershipError as error:  # a store that is away holds nobody up
+            except MembershipError as error:  # a store that is away must not stop a member
                 log.debug("%s", error)
 
     def _publish_again(self, now: Roster) -> None:
-        """A store that has come back empty learns who the members are, before a newcomer takes it for a new run's."""
+        """Write the members into a store that has come back empty, before a newcomer takes it for a new run's."""
         if not self._beats.check(["newest"]):
             key = f"roster/{now.epoch}"
             self._beats.set("begun", "yes")
@@ -208,7 +235,7 @@ class Rendezvous:
         return f"no member of epoch {before.epoch} ({names}) has come: they are lost, or stuck in a step"
 
     def _arrived(self, epoch: int) -> tuple[list[str], set[str]]:
-        """The names of those who have come, in order, and of those whom any of them misses."""
+        """The names of the members that have come, in order, and of those that any of them misses."""
         names: dict[str, None] = {}
         missed: set[str] = set()
         for k in range(1, self._store.add(_here(epoch), 0) + 1):
@@ -248,7 +275,7 @@ class Rendezvous:
 
 
 class _Steady:
-    """A store over a connection that is made anew when it breaks. Raises MembershipError if it is away for too long."""
+    """A store whose connection is made anew when it breaks. Raises MembershipError if the store is away too long."""
 
     def __init__(self, connect: Callable[[], Store], away_s: float):
         self._connect, self._away_s = connect, away_s
@@ -284,13 +311,13 @@ class _Steady:
 
 @dataclass
 class _Silences:
-    """How long members have given no sign of life, as far as this one has looked."""
+    """Measures how long members have given no sign of life, since this object first looked."""
 
     store: _Steady
     _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def of(self, name: str) -> float:
-        """Seconds."""
+        """Seconds since this member's last sign of life."""
         count, now = self.store.add(_beat(name), 0), time.monotonic()
         if name not in self._seen or self._seen[name][0] != count:
             self._seen[name] = count, now
