@@ -1,1 +1,1 @@
-"""Layout: which parameters lie where in flat buckets, what a bucket holds, which elements may move."""
+"""Layout: the place of each parameter in flat buckets, the contents of a bucket, and the elements that may move."""

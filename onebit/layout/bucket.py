@@ -1,4 +1,4 @@
-"""A bucket: some parameters of one group, where they lie flat, and the state that belongs to them."""
+"""A bucket: some parameters of one group, their flat layout, and their state."""
 
 from __future__ import annotations
 
@@ -23,15 +23,32 @@ from .masters import Masters
 class Bucket:
     """Some parameters of one group, and their flat state.
 
-    group: its options, one of the optimizer's param groups. first: how many parameters the buckets before it hold.
-    rank: this one, for messages. hierarchy: which rows this rank exchanges between nodes (all of them in a flat world),
-    and which it averages. share_K: of each parameter's squares, what this rank counts in sums over the model (see
-    `ModelParallelGroup.copies`). steps: of the group, 0-dim.
-    phase: "warmup", and what the rule calls those after it. flat: the state that has one element per element, by name.
-    layers: what a rule knows of each parameter, by name. live_J: which blocks have ever seen a gradient. floor_J: the
-    least variance in each block. frames: the packed m/D, uint8 [W, B], once compression has begun. wires: buffers of
-    exchanges, by codec. masters: float32, of parameters of less. masks: by parameter, 0 where an
-    element may not move; None: all may.
+    Attributes:
+        index: Position in `Buckets`.
+        first: Number of parameters in the buckets before it.
+        rank: This rank, for messages.
+        hierarchy: Which rows this rank exchanges between nodes (all of them in a flat world), and which it averages.
+        group_index: Index of its group.
+        group: The options of its group, one of the optimizer's param groups.
+        device: Device of its parameters and state.
+        params: Its parameters.
+        names: Their names, for messages.
+        layout: Their layout, in this rank's parts of them.
+        counts: Real elements of each block, int32 [W, J].
+        share_K: For each parameter, the share of its squares that this rank counts in sums over the model; see
+            `ModelParallelGroup.copies`.
+        steps: Number of steps that its group has taken, a tensor of no dimensions on the host, shared by the group's
+            buckets.
+        phase: "warmup", or the rule's name of a later phase.
+        flat: State with one element per element, by name, each [W·N].
+        frames: The packed m/D, uint8 [W, B]; None before compression has begun.
+        layers: Values that a rule keeps for each parameter, by name.
+        live_J: Which blocks have ever seen a gradient.
+        floor_J: The least variance in each block.
+        ef: Worker and server errors; None before compression has begun.
+        masters: float32 masters of parameters in bfloat16 or float16.
+        wires: Buffers of exchanges, by codec.
+        masks: For each parameter, 0 for elements that may not move. None: all may move.
     """
 
     index: int
@@ -65,15 +82,15 @@ class Bucket:
 
     @property
     def step(self) -> int:
-        """How many steps its group has taken."""
+        """Number of steps that its group has taken."""
         return int(self.steps)
 
     @property
     def buffer(self) -> Tensor:
-        """float32 [W·N], zeros when first asked for: gradients at the beginning of a step, its move at the end.
+        """Scratch memory, float32 [W·N], zeros when new: gradients at the beginning of a step, the update at its end.
 
-        Where the next worker error has this shape and type, it is that one's memory, which holds nothing between steps
-        either. `ErrorFeedback.commit` makes that the error: ask for the buffer anew after it.
+        If the next worker error has this shape and dtype, the buffer is its memory, which is free between steps as
+        well. `ErrorFeedback.commit` makes that memory the error: ask for the buffer again after it.
         """
         if self.ef is not None and self.has_spare_error:
             return self.ef.worker_next
@@ -83,28 +100,33 @@ class Bucket:
 
     @property
     def has_spare_error(self) -> bool:
-        """Whether the next worker error serves as the buffer."""
+        """Whether the memory of the next worker error serves as the buffer."""
         if self.ef is None:
             return False
         return self.ef.worker_next.dtype == torch.float32 and self.ef.worker_next.numel() == self.layout.numel
 
     @property
     def views(self) -> list[Tensor]:
-        """The buffer, by parameter."""
+        """The parts of the buffer that belong to the parameters, each in its parameter's shape."""
         buffer = self.buffer
         if buffer.data_ptr() not in self._views:
-            if len(self._views) == 2:  # an error and the next one: others are gone
+            if len(self._views) == 2:  # the buffer alternates between two errors; views of others are stale
                 self._views.clear()
             self._views[buffer.data_ptr()] = self.layout.views(buffer)
         return self._views[buffer.data_ptr()]
 
     @property
     def buffer_bytes(self) -> int:
-        """What a buffer of its own takes now."""
+        """Bytes of the buffer, if it has memory that is not the next worker error's; else 0."""
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def relay(self, layout: Layout, rank: int) -> None:
-        """Lay the bucket out for other ranks, of which this one is `rank`. Its flat state is to be made anew."""
+        """Lay the bucket out for another set of ranks. The caller must then allocate its flat state anew.
+
+        Args:
+            layout: The new layout.
+            rank: This rank in the new set.
+        """
         self.layout, self.rank = layout, rank
         self.counts = layout.counts(self.device)
         self.__dict__.pop("share_J", None)
@@ -112,17 +134,17 @@ class Bucket:
         self.release_buffer()
 
     def release_buffer(self) -> None:
-        """Give its memory back until it is asked for again."""
+        """Free the buffer's memory until the buffer is asked for again."""
         self._buffer = None
         self._views.clear()
 
     @property
     def local_values(self) -> list[Tensor]:
-        """What a step moves of each parameter, where it lies: its float32 master, or what this rank holds of it."""
+        """The tensor of each parameter that a step modifies: its float32 master, or this rank's part of it."""
         return self.masters.local_values
 
     def states(self) -> list[dict[str, Tensor]]:
-        """The state of each parameter by name, as optimizer.state shows it: views."""
+        """The state of each parameter by name, as optimizer.state shows it. Views of the flat tensors."""
         of = {name: self.layout.views(flat) for name, flat in self.flat.items()}
         shown = [{name: views[k] for name, views in of.items()} for k in range(len(self.params))]
         for state, master in zip(shown, self.masters.views, strict=True):
@@ -131,7 +153,7 @@ class Bucket:
         return shown
 
     def gradients(self) -> list[Tensor | None]:
-        """The gradients where they lie, of what this rank holds; see `dense_gradients`."""
+        """The gradients of this rank's parts of the parameters, not copied; see `dense_gradients`."""
         return dense_gradients(self.rank, self.params, self.names, self.layout.shapes, self.device)
 
     def masked_gradients(self) -> list[Tensor | None]:
@@ -142,7 +164,7 @@ class Bucket:
         return [None if g is None else g * mask for g, mask in zip(grads, self.masks, strict=True)]
 
     def may_move(self) -> Tensor | None:
-        """Flat, 1 where the masks let an element move, else 0; None if there are none."""
+        """1 for elements that the masks let move, 0 for others, float32 [W·N]; None if there are no masks."""
         if self.masks is None:
             return None
         flat = torch.ones(self.layout.numel, device=self.device, dtype=torch.float32)
@@ -151,7 +173,12 @@ class Bucket:
         return flat
 
     def gather(self, grads: Sequence[Tensor | None], scale: float = 1.0) -> Tensor:
-        """The buffer ← scale · the gradients; zeros where there is none."""
+        """Write scale times the gradients into the buffer, zeros for a parameter without one, and return the buffer.
+
+        Args:
+            grads: The gradients of its parameters.
+            scale: Their factor. Default 1.
+        """
         for view, grad in zip(self.views, grads, strict=True):
             if grad is None:
                 view.zero_()
@@ -162,18 +189,18 @@ class Bucket:
         return self.buffer.mul_(scale) if scale != 1.0 else self.buffer
 
     def bad(self) -> list[str]:
-        """The parameters whose gradients on this rank are not finite, or too large for a variance."""
+        """The names of the parameters with gradients on this rank that are not finite, or too large for a variance."""
         pairs = zip(self.names, map(gradient_of, self.params), strict=True)
         return bad_gradients((name, local(grad)) for name, grad in pairs if grad is not None)
 
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of the state that has the same bits on every replica, when these are synchronised."""
+        """(name, tensor) of the state that has the same bits on every replica while these are synchronised."""
         for name, tensor in (*self.flat.items(), ("masters", self.masters.flat), ("packed momentum", self.frames)):
             if tensor is not None and tensor.numel() > 0:
                 yield f"{name} of the bucket that begins with {self.names[0]}", tensor
 
     def rows(self, flat: Tensor) -> Tensor:
-        """A flat tensor, one row for each owner."""
+        """A flat tensor as one row for each owner, [W, ...]. A view."""
         return flat.view(self.layout.world_size, -1)
 
     def own_rows(self, flat: Tensor) -> Tensor:
@@ -181,12 +208,12 @@ class Bucket:
         return self.hierarchy.rows(flat)
 
     def own_chunk(self, flat: Tensor) -> Tensor:
-        """The chunk of a flat tensor that this rank averages."""
+        """The chunk of a flat tensor that this rank averages. A view."""
         return flat.view(self.layout.world_size, -1)[self.hierarchy.owner]
 
     @cached_property
     def share_J(self) -> Tensor | None:
-        """share_K by block, float64 [W·J]; None where all are 1."""
+        """share_K for each block, float64 [W·J]; None if all are 1."""
         if all(share == 1.0 for share in self.share_K):
             return None
         shares = torch.zeros(self.layout.numel // self.layout.block, dtype=torch.float64, device=self.device)
@@ -195,7 +222,7 @@ class Bucket:
         return shares
 
     def own_squares(self, flat: Tensor) -> float:
-        """The sum of squares of a flat tensor over the chunk that this rank averages, of what counts here."""
+        """The sum of squares over the chunk of a flat tensor that this rank averages, weighted by share_K."""
         chunk = self.own_chunk(flat)
         if self.share_J is None:
             return dot(chunk, chunk)
@@ -203,7 +230,10 @@ class Bucket:
         return float((squares_J * self.own_chunk(self.share_J)).sum())
 
     def spread(self, own: Tensor) -> Tensor:
-        """A flat tensor [W·N] that holds these own rows, and zeros. In a flat world they themselves."""
+        """A flat tensor [W·N] with these values in this rank's own rows, and zeros elsewhere.
+
+        In a flat world a view of own.
+        """
         if self.hierarchy.local_size == 1:
             return own.view(-1)
         flat = own.new_zeros(self.layout.numel)
@@ -222,7 +252,7 @@ class Bucket:
         return sum(t.nbytes for t in kept if t is not None)
 
     def buffers(self) -> list[Tensor]:
-        """The tensors that hold nothing between steps: the buffer, wires, next errors."""
+        """The tensors that are free between steps: the buffer, the wires, the next errors."""
         tensors = [] if self._buffer is None else [self._buffer]
         for wire in self.wires.values():
             tensors += [t for t in (wire.frames_WB, wire.received_HB, wire.mean) if t is not None]

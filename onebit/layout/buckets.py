@@ -1,7 +1,7 @@
-"""The trained parameters of an optimizer, in buckets: grouped, checked, made equal on all ranks, hooked, named.
+"""The buckets of an optimizer: the trained parameters are grouped, checked, made equal on all ranks, and hooked.
 
-The same for every optimizer that exchanges compressed; what a bucket is (`bucket.py`, `zero/sharded/bucket.py`) the
-owner says. Parameters stay where they are.
+Every optimizer that exchanges compressed uses it; the owner makes the buckets (`bucket.py`, `zero/sharded/bucket.py`).
+Parameters stay in their own memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .flat import Layout, partition
 
 
 class AnyBucket(Protocol):
-    """What every kind of bucket has."""
+    """The members that every kind of bucket has."""
 
     index: int
     first: int
@@ -41,40 +41,46 @@ class AnyBucket(Protocol):
     layout: Layout
 
     def gradients(self) -> list[Tensor | None]:
-        """The gradients where they lie; None where there is none, or for what is frozen now."""
+        """The gradients, not copied; None for a parameter without one, or frozen now."""
 
     def state_bytes(self) -> int:
-        """Bytes of the state that this rank keeps of it."""
+        """Bytes of its state on this rank."""
 
 
 B = TypeVar("B", bound=AnyBucket)
 
 
 class BucketOwner(Protocol[B]):
-    """The optimizer, or its part, as `Buckets` sees it."""
+    """The optimizer, or the part of it that owns buckets."""
 
     @property
     def param_groups(self) -> list[Group]:
-        """The optimizer's."""
+        """The optimizer's param groups."""
 
     def option_lines(self) -> list[str]:
         """The options that must be the same on all ranks, as text."""
 
     def begin_group(self, g: int) -> None:
-        """Group g has been checked; its buckets come next."""
+        """Called when group g has been checked, before its buckets are made."""
 
     def new_bucket(self, g: int, members: Sequence[tuple[Tensor, str]], device: torch.device) -> B:
-        """A bucket of these parameters of group g, with its state."""
+        """Make a bucket of these parameters of group g, with its state.
+
+        Args:
+            g: Index of the group.
+            members: (parameter, name) pairs.
+            device: Device of the parameters.
+        """
 
     def publish(self, bucket: B) -> None:
-        """Show a bucket's state in optimizer.state, which now has other tensors."""
+        """Show a bucket's state, which has new tensors, in optimizer.state."""
 
     def gradient_is_ready(self, p: Tensor) -> None:
-        """p's gradient has just been accumulated."""
+        """Called when p's gradient has just been accumulated."""
 
 
 def elements_of(bucket_cap_mb: float) -> int:
-    """Elements of a bucket of this many float32 MiB. Raises ValueError, which needs no other rank to be told."""
+    """Number of elements of a bucket of this many float32 MiB. Raises ValueError on this rank alone."""
     if not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb must be above 0 and finite, got {bucket_cap_mb}")
     return max(1, int(bucket_cap_mb * 2**20 / 4))
@@ -83,10 +89,20 @@ def elements_of(bucket_cap_mb: float) -> int:
 class Buckets(list[B]):
     """A list of all groups' buckets, in the order in which backward produces gradients. All ranks build them together.
 
-    elements: of a bucket at most, see `elements_of`; a larger parameter has its own. hooks: whether
-    `gradient_is_ready` is asked for. params: those that are trained, in the order of buckets; of: the bucket of each.
-    frozen: the others, by name; they have no state. groups: the optimizer's param groups; each bucket's `group` is one
-    of them.
+    Args:
+        owner: Makes the buckets.
+        transport: Between the replicas.
+        parts: The ranks that hold the parts of this replica.
+        elements: Elements of a bucket at most, see `elements_of`; a larger parameter has its own.
+        hooks: Whether to call the owner's `gradient_is_ready`. Default True.
+
+    Attributes:
+        elements: The same.
+        params: The trained parameters, in the order of buckets.
+        frozen: The other parameters, with their names; they have no state.
+        built_groups: Number of groups that have buckets.
+        of: The bucket of each trained parameter.
+        groups: The optimizer's param groups; each bucket's `group` is one of them.
     """
 
     def __init__(
@@ -106,18 +122,18 @@ class Buckets(list[B]):
         self.built_groups = 0
         self.of: dict[Tensor, B] = {}
         self.groups: list[State] = []
-        self._given: list[list[Tensor]] = []  # by group, the parameters it was built of
-        self._groups: list[Group] = []  # as they were when last looked at
+        self._given: list[list[Tensor]] = []  # by group, the parameters from which it was built
+        self._groups: list[Group] = []  # the groups at the last `find_edit`
 
     def link(self, groups: list[State]) -> None:
-        """Give each bucket its group anew. For whoever loads a state, which replaces the optimizer's groups."""
+        """Give each bucket its group anew. Call it after loading a state, which replaces the optimizer's groups."""
         self.groups = groups
         for bucket in self:
             bucket.group = groups[bucket.group_index]
 
     @contextmanager
     def with_options(self, options: list[State]) -> Iterator[None]:
-        """In here groups have these options, of an earlier step. Only options: no parameters."""
+        """In this block groups have these options, of an earlier step. They contain options only, no parameters."""
         before = self.groups
         self.link(options)
         try:
@@ -126,35 +142,43 @@ class Buckets(list[B]):
             self.link(before)
 
     def publish(self, bucket: B) -> None:
-        """The bucket's state has new tensors: show these in optimizer.state."""
+        """Show the bucket's state, which has new tensors, in optimizer.state."""
         self._owner.publish(bucket)
 
     @property
     def names(self) -> list[str]:
-        """Of `params`."""
+        """Names of `params`, in their order."""
         return [name for bucket in self for name in bucket.names]
 
     def named(self, g: int) -> Iterator[tuple[Tensor, str]]:
-        """(parameter, name) of a group."""
+        """(parameter, name) for every parameter of group g."""
         group = self._owner.param_groups[g]
         names = group.get("param_names") or [f"parameter {k} of group {g}" for k in range(len(group["params"]))]
         return zip(group["params"], names, strict=True)
 
     def numbers(self) -> dict[Tensor, int]:
-        """What torch calls each parameter in a state: its number, through all groups."""
+        """The number of each parameter in torch's state_dict, counted through all groups."""
         return {p: key for key, p in enumerate(p for group in self._owner.param_groups for p in group["params"])}
 
     def saved_entries(self, state: State) -> Iterator[tuple[str, Tensor, State]]:
-        """(name, parameter, its saved state) for every trained parameter."""
+        """(name, parameter, its saved state) for every trained parameter.
+
+        Args:
+            state: A state_dict.
+        """
         for g, group in enumerate(state["param_groups"]):
             for (p, name), key in zip(self.named(g), group["params"], strict=True):
                 if p in self.of:
                     yield name, p, state["state"].get(key, {})
 
     def find_edit(self, check: Callable[[str, Group], None]) -> str:
-        """What others have done to the groups, in words, with the remedy; it is undone. "": nothing.
+        """Find out whether others have changed the groups in ways that are not allowed, and undo it.
 
-        check: raises TypeError or ValueError where the options of a group, named first, will not do.
+        Args:
+            check: Raises TypeError or ValueError if the options of a group, whose name comes first, are bad.
+
+        Returns:
+            A message that names the change and its remedy; "" if there is none.
         """
         groups = self._owner.param_groups
         edit = edit_of_groups(groups, self._given) or edit_of_options(groups, self._groups, check)
@@ -162,7 +186,7 @@ class Buckets(list[B]):
             groups[:] = self._groups
             for group, params in zip(groups, self._given, strict=True):
                 group["params"][:] = params
-        elif not all(map(is_, groups, self._groups)):  # others of the same parameters
+        elif not all(map(is_, groups, self._groups)):  # new group dicts with the same parameters
             self.link(groups)
         self._groups = list(groups)
         return edit
@@ -172,7 +196,9 @@ class Buckets(list[B]):
     def build(self) -> None:
         """Check, equalise and bucket the groups that have been added since the last call. All ranks.
 
-        Raises ValueError and TypeError, before there is a bucket: bad parameters, or others than other ranks have.
+        Raises:
+            ValueError: Parameters are bad, or differ from other ranks'. There are no new buckets.
+            TypeError: A parameter has a dtype that is not trained. There are no new buckets.
         """
         groups = self._owner.param_groups
         if self.built_groups:
@@ -191,7 +217,7 @@ class Buckets(list[B]):
             self._parts.check_holds(p, name)
         device = params[0][1].device if params else torch.device("cpu")
         options = self._owner.option_lines()
-        # Along the transport first: what it does not show differs between the shards of every replica.
+        # Between replicas first: any other difference is one between the shards of every replica.
         for transport, held in ((self._transport, local), (self._parts.transport, lambda p: p)):
             seen = [(name, p, tuple(held(p).shape)) for _, p, name in params]
             lines = [f"{name}: {p.dtype} {shape} requires_grad={p.requires_grad}" for name, p, shape in seen]
@@ -214,7 +240,7 @@ class Buckets(list[B]):
         self.frozen |= {p: name for p, name in self.named(g) if not p.requires_grad}
         for device in dict.fromkeys(p.device for p, _ in trained):
             here = [(p, name) for p, name in trained if p.device == device]
-            # By whole sizes: all shards have the same parameters in the same buckets, some of them with no elements.
+            # By whole sizes, so that all shards have the same parameters in the same buckets, even without elements.
             sizes = [-(-p.numel() // self._parts.pieces(p)) for p, _ in here]
             for indices in partition(sizes, self.elements):
                 bucket = self._owner.new_bucket(g, [here[i] for i in indices], device)

@@ -1,8 +1,8 @@
-"""The flat layout of the optimizers' state: where each parameter's elements lie in a bucket.
+"""The flat layout of the optimizers' state: the place of each parameter's elements in a bucket.
 
-Parameters stay where they are; momentum, errors and frames are flat. Each parameter starts at a block border and is
-padded to whole blocks, so no block straddles two parameters; the bucket is padded to one equal chunk of blocks per
-rank, at least one. Pure integers and views: nothing here computes.
+Parameters stay in their own memory; momentum, errors and frames are flat. Each parameter starts at a block border and
+is padded to whole blocks, so no block straddles two parameters; the bucket is padded to one equal chunk of blocks per
+rank, at least one. Only integers and views: nothing here computes.
 
 Shape legend: W ranks, N elements of a chunk, J blocks of a chunk; a bucket has W·N elements.
 """
@@ -19,12 +19,20 @@ from torch import Tensor
 
 from ..comm import Segments
 
-SMALL = 2**20  # elements of a bucket that is not made smaller for the sake of overlap: 4 MiB
+SMALL = 2**20  # elements (4 MiB): for the sake of overlap, `partition` limits no bucket to less than this
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parameters of one bucket lie. offsets: first element of each, a multiple of block."""
+    """The places of the parameters of one bucket.
+
+    Attributes:
+        shapes: Shapes of the parameters, or of this rank's parts of them.
+        offsets: First element of each parameter, a multiple of block.
+        block: Elements of a block.
+        world_size: Number of ranks, W.
+        numel: Elements of the bucket with padding, W·N.
+    """
 
     shapes: tuple[torch.Size, ...]
     offsets: tuple[int, ...]
@@ -34,7 +42,7 @@ class Layout:
 
     @cached_property
     def segments(self) -> Segments:
-        """The same, for kernels that take the parameters where they are."""
+        """The same places for kernels, which read the parameters in their own memory."""
         numels = tuple(shape.numel() for shape in self.shapes)
         return Segments(tuple(offset // self.block for offset in self.offsets), numels, self.block)
 
@@ -56,7 +64,7 @@ class Layout:
         ]
 
     def flat_views(self, flat: Tensor) -> Sequence[Tensor]:
-        """As `views`, each of one dimension."""
+        """The parameters' segments of a flat tensor [W·N], each of one dimension."""
         sizes, at = [], 0
         for offset, numel in zip(self.offsets, self.segments.numels, strict=True):
             sizes += [offset - at, numel]
@@ -65,7 +73,7 @@ class Layout:
         return pieces[1::2]
 
     def by_parameter(self, per_block_J: Tensor) -> list[Tensor]:
-        """The parameters' segments of a tensor with one element per block."""
+        """The parameters' segments of a tensor with one element per block, [W·J]."""
         starts = [offset // self.block for offset in self.offsets]
         return [
             per_block_J[start : start + _blocks(shape.numel(), self.block)]
@@ -84,10 +92,16 @@ class Layout:
 
 
 def lay_out(shapes: Sequence[torch.Size], block: int, world_size: int) -> Layout:
-    """The layout of a bucket that holds parameters of these shapes, in this order."""
+    """The layout of a bucket of parameters of these shapes, in this order.
+
+    Args:
+        shapes: Shapes of the parameters, or of this rank's parts of them.
+        block: Elements of a block.
+        world_size: Number of ranks.
+    """
     blocks = [_blocks(shape.numel(), block) for shape in shapes]
     starts = [0, *accumulate(blocks)]
-    chunk_blocks = max(1, _blocks(starts[-1], world_size))  # shards may leave a rank nothing of a whole bucket
+    chunk_blocks = max(1, _blocks(starts[-1], world_size))  # a shard may have no elements of any parameter
     return Layout(
         shapes=tuple(shapes),
         offsets=tuple(start * block for start in starts[:-1]),
@@ -98,14 +112,21 @@ def lay_out(shapes: Sequence[torch.Size], block: int, world_size: int) -> Layout
 
 
 def partition(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of parameters, grouped into buckets of at most `capacity` elements; the last parameter comes first.
+    """Group parameters into buckets of at most `capacity` elements; the last parameter comes first.
 
     Backward produces gradients from the last layer to the first, so this is the order in which buckets fill. A
     parameter larger than the capacity has a bucket to itself; empty parameters belong to none.
 
-    A bucket leaves when it is full, and after backward the last one is waited for. So no bucket beyond SMALL elements
-    is more than a twelfth of the whole, and they are smaller at both ends: as large as what has left before, or as
-    half of what is left.
+    A bucket is sent when it is full, and after backward the step waits for the last one. So a bucket above SMALL
+    elements has at most a twelfth of the total. Buckets are smaller at both ends: at most as large as all buckets
+    before, or as half of the remaining elements.
+
+    Args:
+        sizes: Elements of each parameter.
+        capacity: Elements of a bucket at most.
+
+    Returns:
+        Indices into sizes, for each bucket.
     """
     buckets: list[list[int]] = []
     room, begun, rest = 0, 0, sum(sizes)

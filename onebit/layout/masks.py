@@ -1,6 +1,6 @@
-"""Masks of a group's parameters ("exp_avg_mask", DeepSpeed's name): 0 where an element may not move.
+"""Masks of a group's parameters ("exp_avg_mask", DeepSpeed's name): 0 for elements that may not move.
 
-A mask covers the whole parameter; each rank keeps the part for what it holds, in its buckets (`Bucket.masks`).
+A mask covers the whole parameter; each rank keeps the part for its elements, in its buckets (`Bucket.masks`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,19 @@ from ..usage.contract import Group
 
 
 def read_masks(rank: int, g: int, group: Group, named: Iterable[tuple[Tensor, str]]) -> dict[Tensor, Tensor] | None:
-    """The local mask of each parameter of group g, float32 on its device; None if the group has none.
+    """The local mask of each parameter of group g, float32 on its device; None if the group has no masks.
 
-    The group has one mask for all its parameters, or one for each. A mask of as many elements as its parameter may be
-    flat, as DeepSpeed's optimizers take it. Raises ValueError if one does not fit.
+    The group has one mask for all its parameters, or one for each. A mask with as many elements as its parameter may be
+    flat, as DeepSpeed's optimizers accept it.
+
+    Args:
+        rank: This rank, for messages.
+        g: Index of the group, for messages.
+        group: The param group.
+        named: Its (parameter, name) pairs.
+
+    Raises:
+        ValueError: A mask does not fit.
     """
     masks = group.get("exp_avg_mask")
     if masks is None:
@@ -48,7 +57,7 @@ def read_masks(rank: int, g: int, group: Group, named: Iterable[tuple[Tensor, st
 
 
 def _local_mask(mask: Tensor, p: Tensor) -> Tensor:
-    """The part of a whole parameter's mask for what this rank holds of it."""
+    """The part of a whole parameter's mask that belongs to this rank's elements."""
     if not hasattr(p, "to_local"):
         return mask
     from torch.distributed.tensor import distribute_tensor

@@ -1,8 +1,8 @@
 """float32 masters of parameters in bfloat16 or float16, in which small updates would be lost.
 
-A step works on `Masters.local_values`, always in float32 where there are masters, and `write_back` rounds them into the
-parameters. A float32 parameter is its own master. Rests on `model_parallel.local`; who has buckets keeps one for each,
-the dense optimizers one for all of theirs.
+A step modifies `Masters.local_values`, which are float32 if there are masters, and `write_back` rounds them into the
+parameters. A float32 parameter is its own master. `Masters` has those of a bucket, or of local steps; a dense optimizer
+keeps its masters in its state (`own_master`). Rests on `model_parallel.local`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..model_parallel import local
 from ..usage.contract import State
 
 NAME = "master"
-"""What the state of a parameter calls its master: `optimizer.state[p]["master"]`."""
+"""Name of the master in a parameter's state: `optimizer.state[p]["master"]`."""
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -28,18 +28,28 @@ def is_low(p: Tensor) -> bool:
 
 
 def master_of(optimizer: torch.optim.Optimizer, p: Tensor) -> Tensor:
-    """The float32 master of a parameter: the optimizer's, in the shape of what this rank holds, or what it holds."""
+    """The float32 master of a parameter, in the shape of this rank's part; that part itself if it has no master.
+
+    Args:
+        optimizer: The optimizer that trains it.
+        p: The parameter.
+    """
     master: Tensor | None = optimizer.state.get(p, {}).get(NAME)
     return local(p) if master is None else master
 
 
 def settled_(master: Tensor, held: Tensor) -> Tensor:
-    """master ← held in the elements that are not their rounded master any more: someone has written them."""
+    """master ← held in elements that differ from their rounded master, because they were written elsewhere."""
     return master.copy_(torch.where(master.to(held.dtype) == held, master, held.to(master.dtype)))
 
 
 def own_master(state: State, held: Tensor) -> Tensor:
-    """Where a dense optimizer steps on a parameter: the master in its state, made and settled here; or it itself."""
+    """The tensor that a dense optimizer modifies for a parameter: its master, made and settled here; or itself.
+
+    Args:
+        state: State of the parameter, which holds the master.
+        held: This rank's part of the parameter.
+    """
     if not is_low(held):
         return held
     state[NAME] = held.float() if NAME not in state else settled_(state[NAME], held)
@@ -48,7 +58,7 @@ def own_master(state: State, held: Tensor) -> Tensor:
 
 
 def round_into_(held: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """Parameters ← their masters, where these are others' memory; rounded to nearest even."""
+    """Copy masters into their parameters, rounded to nearest even, except if both are the same tensor."""
     pairs = [(p, master) for p, master in zip(held, masters, strict=True) if p is not master]
     if pairs:
         params, rounded = zip(*pairs, strict=True)
@@ -56,7 +66,14 @@ def round_into_(held: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
 
 
 def check_master(where: str, name: str, entry: State, p: Tensor) -> None:
-    """Raise ValueError where a parameter's saved state has a master that is not this parameter's."""
+    """Raise ValueError if a parameter's saved state has a master that does not fit.
+
+    Args:
+        where: Beginning of the message.
+        name: Name of the parameter.
+        entry: Its saved state.
+        p: The parameter.
+    """
     if (master := entry.get(NAME)) is None:
         return
     if not is_low(p):
@@ -69,10 +86,16 @@ def check_master(where: str, name: str, entry: State, p: Tensor) -> None:
 
 
 class Masters:
-    """Of these parameters, on one device. flat: float32, those of the low ones one after another, without padding.
+    """The masters of some parameters on one device. At first they have the parameters' values.
 
-    views: a part of it for each low parameter, None for the others. They are the parameters at first. Whatever
-    is written into a parameter outside of a step is noticed by torch's count of writes: see `settle`.
+    If a parameter is written outside of a step, torch's count of writes shows it: see `settle`.
+
+    Args:
+        params: The parameters.
+
+    Attributes:
+        flat: float32, all masters one after another, without padding.
+        views: The part of flat for each parameter that has a master; None for the others.
     """
 
     def __init__(self, params: Sequence[Tensor]):
@@ -87,17 +110,17 @@ class Masters:
         self.settle()
 
     def __bool__(self) -> bool:
-        """Whether there is any master, maybe of no elements."""
+        """Whether there are masters, even if they have no elements."""
         return self._has_any
 
     @property
     def local_values(self) -> list[Tensor]:
-        """Where a step reads and writes each parameter: its master, or what this rank holds of it."""
+        """The tensor of each parameter that a step reads and writes: its master, or this rank's part of it."""
         pairs = zip(self._params, self.views, strict=True)
         return [local(p) if view is None else view for p, view in pairs]
 
     def check(self, rank: int, names: Sequence[str]) -> None:
-        """Raise RuntimeError where a parameter has another dtype than when the optimizer was made."""
+        """Raise RuntimeError if a parameter has another dtype than when the optimizer was made."""
         for p, dtype, name in zip(self._params, self._dtypes, names, strict=True):
             if p.dtype != dtype:
                 raise RuntimeError(
@@ -107,11 +130,13 @@ class Masters:
 
     @torch.no_grad()
     def settle(self, *, looks: bool = True) -> None:
-        """Masters take what has been written into parameters since `write_back`, element by element.
+        """Take over, element by element, values that were written into parameters since `write_back`.
 
-        An element that still is its rounded master keeps it: a value that was swapped out and back has lost nothing,
-        and so has a checkpoint's, whichever of model and optimizer is loaded first. looks: also where torch has
-        counted no write, as through `.data`.
+        An element that still equals its rounded master keeps the master: a value that was swapped out and back loses
+        nothing, nor does a checkpoint, whichever of model and optimizer is loaded first.
+
+        Args:
+            looks: Whether to look also if torch has counted no write, as for writes through `.data`. Default True.
         """
         if not self:
             return
@@ -124,7 +149,7 @@ class Masters:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """In here parameters are their masters, and gradients float32: for an optimizer that knows of neither."""
+        """In this block parameters are their masters, and gradients float32, for an optimizer that knows neither."""
         low = [(p, view) for p, view in zip(self._params, self.views, strict=True) if view is not None]
         before = [(p.data, p.grad) for p, _ in low]
         try:
@@ -139,20 +164,25 @@ class Masters:
                 p.data, p.grad = held, grad
 
     def load(self, saved: Sequence[Tensor | None]) -> None:
-        """Masters ← those of a state. None: it has none, and they will be the parameters.
+        """Masters ← those of a state. The next `settle` compares them with the parameters' values of that time.
 
-        The next `settle` compares them with the parameters, whatever these are by then.
+        Args:
+            saved: The saved master of each parameter. None: there is none, and the parameter becomes the master.
         """
         for view, master in zip(self.views, saved, strict=True):
             if view is not None and master is None:
-                view.fill_(torch.nan)  # is no parameter's master
+                view.fill_(torch.nan)  # equals no parameter, so that `settle` takes the parameter
             elif view is not None:
                 view.copy_(master)
         self._versions = None
 
     @torch.no_grad()
     def write_back(self, seen: Sequence[bool] | None = None) -> None:
-        """Parameters ← masters, rounded to nearest even. seen: those that a step has moved; None: all."""
+        """Parameters ← masters, rounded to nearest even.
+
+        Args:
+            seen: Which parameters a step has moved. Default None: all.
+        """
         if not self:
             return
         moved = [True] * len(self._params) if seen is None else seen
