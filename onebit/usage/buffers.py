@@ -1,11 +1,11 @@
-"""Module buffers: each rank moves its own BatchNorm statistics; `sync_buffers` makes what ranks hold the same.
+"""Module buffers: each rank updates its own BatchNorm statistics; `sync_buffers` makes them the same on all ranks.
 
     onebit.sync_buffers(model, optimizer.transport)      # before an evaluation, and before a checkpoint
 
 DistributedDataParallel sends rank 0's buffers to all ranks in every forward pass. Training does not read statistics,
-evaluation and checkpoints do: it is enough to make them equal there, and their mean over the ranks knows the batches of
-all of them. The mean of other buffers may make no sense: that of two unit vectors of spectral norm is shorter than
-either, or zero. Those become rank 0's.
+evaluation and checkpoints do: it is enough to make them equal there, and their mean over the ranks covers the batches
+of all of them. The mean of other buffers may make no sense: the mean of two unit vectors of spectral norm is shorter
+than either, or zero. Those become rank 0's.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _OF_NORMS = ("running_mean", "running_var")
 def sync_buffers(model: nn.Module, transport: Transport) -> None:
     """Make the buffers of a model equal on all ranks: running statistics become their mean, all others rank 0's.
 
-    All ranks call it between two steps. `Engine` does it itself in eval(), eval_batch() and before it writes a
+    All ranks call it between two steps. `Engine` does so itself in eval(), eval_batch() and before it writes a
     checkpoint or exports weights.
+
+    Statistics are those of torch's BatchNorm, SyncBatchNorm and InstanceNorm and of their subclasses, and the buffers
+    that another module's class names: `averaged_buffers = ("mean",)`. Only buffers that a state_dict contains are
+    synchronised: the others are caches, which each rank computes for itself. Equal buffers stay as they are, to the
+    bit. The mean is taken in float64, in rank order: the same bits on all ranks. A DTensor's local elements are
+    compared with those of the other ranks of the transport.
+
+    Sends 48 bytes to each peer if all are equal; else also 8 bytes for each buffer, and the whole of those that differ.
 
     Args:
         model: The model, wrapped or not.
         transport: Connection to the other ranks: `optimizer.transport`.
-
-    Statistics are those of torch's BatchNorm, SyncBatchNorm and InstanceNorm and of their
-    subclasses, and what any other module's class names: `averaged_buffers = ("mean",)`. Only buffers that a state_dict
-    holds: the others are caches, which each rank computes for itself. What is equal stays as it is, to the bit. The
-    mean is taken in float64, in rank order: the same bits on all ranks. A DTensor's local elements are compared with
-    those that other ranks of the transport hold in their place.
-
-    Sends 48 bytes to each peer if all are equal; else also 8 bytes for each buffer, and those that differ, whole.
 
     Raises:
         ValueError: On all ranks, if names, shapes or dtypes of buffers differ.
@@ -52,7 +52,7 @@ def sync_buffers(model: nn.Module, transport: Transport) -> None:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, buffer) of all that a state_dict holds and that have values: not on the device "meta"."""
+    """(name, buffer) of all buffers that a state_dict contains and that have values: not on the device "meta"."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set and not buffer.is_meta:
@@ -60,7 +60,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def averaged_buffers(model: nn.Module) -> set[str]:
-    """Names of the running statistics in a model, whose mean over ranks is one as well."""
+    """Names of the running statistics in a model, for which the mean over ranks is a valid value."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -72,9 +72,15 @@ def averaged_buffers(model: nn.Module) -> set[str]:
 
 
 def sync_tensors(named: Sequence[tuple[str, Tensor]], averaged: Collection[str], transport: Transport) -> None:
-    """`sync_buffers`, of these. averaged: names of those that become their mean, if they are floats."""
+    """`sync_buffers` for these tensors. All ranks.
+
+    Args:
+        named: (name, buffer) pairs, the same names on all ranks.
+        averaged: Names of the buffers that become their mean, if they are floating-point.
+        transport: Connection to the other ranks.
+    """
     check_transport(transport, may_change=True)
-    device = transport.device  # what lies in other memory (a cached mask under NCCL) travels in a copy
+    device = transport.device  # a buffer in other memory (a cached mask under NCCL) is sent as a copy
     held = [local(buffer).detach() for _, buffer in named]
     lines = [f"{name}: {x.dtype} {tuple(x.shape)}" for (name, _), x in zip(named, held, strict=True)]
     check_same_lines(transport, "the model's buffers", lines, device)
@@ -92,8 +98,12 @@ def sync_tensors(named: Sequence[tuple[str, Tensor]], averaged: Collection[str],
 def begin_equal(model: nn.Module, transport: Transport) -> None:
     """Give every rank rank 0's buffers, as training begins with rank 0's parameters. All ranks.
 
-    Those as well that no state_dict holds: drawn at random, they would make ranks compute different functions. Caches
-    whose shapes differ between ranks are left alone.
+    This includes buffers that no state_dict contains: drawn at random, they would make ranks compute different
+    functions. Caches with shapes that differ between ranks are left alone.
+
+    Args:
+        model: The model; its buffers are modified.
+        transport: Connection to the other ranks.
     """
     check_transport(transport, may_change=True)
     held = {name: local(x).detach() for name, x in model.named_buffers() if not x.is_meta and local(x).numel() > 0}

@@ -1,6 +1,6 @@
-"""What torch.optim and its users expect of an optimizer, once for all: arguments, groups, closures, states, copies.
+"""What torch.optim and its users expect of every optimizer: checks of arguments and groups, closures, states, copies.
 
-Checks at the edge, each of one rank alone: no function here sends anything.
+Each rank runs these checks alone: no function here sends anything.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ..comm import Transport
 Group: TypeAlias = dict[str, Any]
 """A param group."""
 State: TypeAlias = dict[str, Any]
-"""What a state_dict gives, or a part of it."""
+"""The result of state_dict(), or a part of it."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Adam's state of a parameter, as torch.optim names it.
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
-# Arguments of torch.optim's that ask for other mathematics or circumstances, and why there is no such form.
+# Arguments of torch.optim's optimizers that we do not support, and why.
 _NO_FORM = {
     "amsgrad": "a running maximum of the variance has no one-bit form",
     "maximize": "negate the loss instead",
     "capturable": "a step decides on the host and waits for the network, which no CUDA graph records",
     "differentiable": "what comes back from the network has no derivative",
 }
-# How torch runs the same mathematics: any value will do.
+# Arguments that choose how torch runs the same mathematics: any value is accepted.
 _WITHOUT_EFFECT = ("foreach", "fused")
 
 
@@ -66,7 +66,7 @@ class SharedOptions(TorchOptions, total=False):
 
 
 def loss_of(closure: Callable[[], float] | None) -> float | None:
-    """What the closure of a step gives, evaluated once with gradients; None without one."""
+    """The result of a step's closure, evaluated once with gradients; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -77,7 +77,16 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
 
 
 def check_arguments(name: str, given: Mapping[str, object]) -> None:
-    """Raise TypeError at an argument that optimizer `name` does not have, ValueError at one that has no form here."""
+    """Check the further keyword arguments of an optimizer.
+
+    Args:
+        name: Name of the optimizer.
+        given: The arguments.
+
+    Raises:
+        TypeError: The optimizer does not have such an argument.
+        ValueError: The argument asks for a form of the optimizer that does not exist here.
+    """
     for key in given:
         if key not in _NO_FORM and key not in _WITHOUT_EFFECT:
             raise TypeError(f"{name}() got an unexpected keyword argument {key!r}")
@@ -85,7 +94,16 @@ def check_arguments(name: str, given: Mapping[str, object]) -> None:
 
 
 def listed_parameters(name: str, params: object) -> list[Any]:
-    """What optimizer `name` was given to train, as torch takes it. Raises TypeError or ValueError with the remedy."""
+    """The parameters or groups that an optimizer was given, as a list for torch.
+
+    Args:
+        name: Name of the optimizer, for messages.
+        params: What the user passed.
+
+    Raises:
+        TypeError: It is no iterable of parameters or groups; the message names the remedy.
+        ValueError: It is empty, or a group has no "params".
+    """
     if isinstance(params, nn.Module):
         raise TypeError(f"{name} takes parameters, got a {type(params).__name__}: pass model.parameters()")
     if isinstance(params, Mapping):
@@ -112,13 +130,23 @@ def listed_parameters(name: str, params: object) -> list[Any]:
 
 
 def check_group(where: str, group: Mapping[str, object]) -> None:
-    """Raise TypeError or ValueError where a parameter group's option is none of Adam's, or out of its range."""
+    """Raise TypeError or ValueError if a param group has an option that is not supported, or out of its range.
+
+    Args:
+        where: Beginning of the message.
+        group: The param group.
+    """
     _check_forms(where, group)
     check_options(where, group)
 
 
 def check_options(where: str, group: Mapping[str, object]) -> None:
-    """Raise TypeError or ValueError where a parameter group's hyper-parameter is no number, or out of its range."""
+    """Raise TypeError or ValueError if a param group's hyper-parameter is not a number, or out of its range.
+
+    Args:
+        where: Beginning of the message.
+        group: The param group.
+    """
     for key in ("lr", "eps", "weight_decay"):
         check_number(where, key, group[key])
     betas = group["betas"]
@@ -136,29 +164,47 @@ def check_options(where: str, group: Mapping[str, object]) -> None:
 
 
 def eps_of(group: Mapping[str, Any]) -> float:
-    """A group's eps as denominators take it: 2⁻⁶³ at least, whose square is float32's smallest normal number.
+    """A group's eps as denominators use it: at least 2⁻⁶³, the square of which is float32's smallest normal number.
 
-    So where nothing has been seen, as where eight bits have rounded a gradient to 0, a move is 0/D = 0; with eps=0 it
-    would be 0/0. Beside the root of any variance that is a normal number, 2⁻⁶³ is nothing.
+    So an element that has seen no gradient, or only gradients that eight bits have rounded to 0, moves by 0/D = 0; with
+    eps=0 it would move by 0/0. Compared with the root of any variance that is a normal number, 2⁻⁶³ is negligible.
     """
     return max(float(group["eps"]), 2.0**-63)
 
 
 def check_number(where: str, key: str, value: object) -> None:
-    """Raise as `check_is_number`; ValueError unless it is finite and at least 0."""
+    """Raise as `check_is_number` does, and ValueError unless the value is finite and at least 0.
+
+    Args:
+        where: Beginning of the message.
+        key: Name of the value.
+        value: The value.
+    """
     if not 0.0 <= check_is_number(where, key, value) < math.inf:
         raise ValueError(f"{where}: {key} must not be negative, infinite or nan, got {value}")
 
 
 def check_is_number(where: str, key: str, value: object) -> float:
-    """The number. Raises TypeError unless it is one, or a tensor that holds one."""
+    """The value as a float. Raises TypeError unless it is a number, or a tensor of one element.
+
+    Args:
+        where: Beginning of the message.
+        key: Name of the value.
+        value: The value.
+    """
     if not isinstance(value, numbers.Real) and not (isinstance(value, Tensor) and value.numel() == 1):
         raise TypeError(f"{where}: {key} must be a number, got {value!r}")
     return float(value)
 
 
 def check_is_switch(where: str, key: str, value: object) -> None:
-    """Raise TypeError unless it is True or False, or 1 or 0: "no" would count as True."""
+    """Raise TypeError unless the value is True or False, or 1 or 0: "no" would count as True.
+
+    Args:
+        where: Beginning of the message.
+        key: Name of the value.
+        value: The value.
+    """
     if not isinstance(value, int) or value not in (0, 1):
         raise TypeError(f"{where}: {key} must be True or False, got {value!r}")
 
@@ -170,10 +216,18 @@ def _check_forms(where: str, options: Mapping[str, object]) -> None:
 
 
 def check_parameters(rank: int, named: Iterable[tuple[Tensor, str]]) -> None:
-    """Raise TypeError at a parameter that is trained in a dtype we do not train, ValueError at others that do not do.
+    """Raise an error at the first parameter that cannot be trained.
 
-    These come twice, or are FSDP1's, which averages gradients itself and has other elements on every rank. One that is
-    not trained may have any dtype: quantised weights under adapters (QLoRA) are uint8.
+    One with requires_grad=False may have any dtype: quantised weights under adapters (QLoRA) are uint8.
+
+    Args:
+        rank: This rank, for messages.
+        named: (parameter, name) pairs.
+
+    Raises:
+        TypeError: A trained parameter is not float32, bfloat16 or float16.
+        ValueError: A parameter comes twice, or belongs to FSDP1, which averages gradients itself and has other elements
+            on every rank.
     """
     seen: dict[Tensor, str] = {}
     for p, name in named:
@@ -195,9 +249,15 @@ def check_parameters(rank: int, named: Iterable[tuple[Tensor, str]]) -> None:
 
 
 def load_checked(optimizer: torch.optim.Optimizer, state_dict: State, check: Callable[[State], None]) -> State:
-    """As torch.optim.Optimizer.load_state_dict, which also casts; the state after the user's hooks, not cast.
+    """Load a state as torch.optim.Optimizer.load_state_dict does, which also casts it.
 
-    check: raises, before anything has changed, where that state does not fit.
+    Args:
+        optimizer: The optimizer.
+        state_dict: The state.
+        check: Raises an error if the state, after the user's hooks, does not fit. Nothing has changed then.
+
+    Returns:
+        The state after the user's hooks, not cast.
     """
     checked: list[State] = []
 
@@ -214,7 +274,13 @@ def load_checked(optimizer: torch.optim.Optimizer, state_dict: State, check: Cal
 
 
 def check_saved_groups(where: str, saved: list[Group], groups: list[Group]) -> None:
-    """Raise ValueError where a state's groups are not these: other sizes, another optimizer's, other mathematics."""
+    """Raise ValueError if a state's groups do not fit: other sizes, another optimizer's, or other mathematics.
+
+    Args:
+        where: Beginning of the message.
+        saved: Groups of the state.
+        groups: Groups of this optimizer.
+    """
     sizes, expected = ([len(group["params"]) for group in one] for one in (saved, groups))
     if sizes != expected:
         raise ValueError(f"{where}it has groups of {sizes} parameters, this optimizer of {expected}")
@@ -230,7 +296,14 @@ def check_saved_groups(where: str, saved: list[Group], groups: list[Group]) -> N
 
 
 def check_identity(where: str, record: State, identity: Mapping[str, object], numels: list[int]) -> None:
-    """Raise ValueError where a record is another rank's, or of other buckets. numels: the elements of those here."""
+    """Raise ValueError if a record belongs to another rank, or to other buckets.
+
+    Args:
+        where: Beginning of the message.
+        record: The record.
+        identity: Entries that must be the same, with their values here.
+        numels: Elements of each bucket here.
+    """
     for key, value in identity.items():
         if record[key] != value:
             raise ValueError(
@@ -245,7 +318,14 @@ def check_identity(where: str, record: State, identity: Mapping[str, object], nu
 
 
 def check_adam_entry(where: str, name: str, entry: Mapping[str, Tensor], shape: torch.Size) -> None:
-    """Raise ValueError where a parameter's saved state is neither empty nor Adam's of a parameter of this shape."""
+    """Raise ValueError if a parameter's saved state is neither empty nor Adam's for a parameter of this shape.
+
+    Args:
+        where: Beginning of the message.
+        name: Name of the parameter.
+        entry: Its saved state.
+        shape: Its shape.
+    """
     if entry and (missing := [key for key in ("step", *ADAM_STATE) if key not in entry]):
         raise ValueError(f"{where}{name} has {', '.join(sorted(entry))} there and no {missing[0]}: it is not Adam's")
     for key in ADAM_STATE if entry else ():

@@ -1,7 +1,8 @@
-"""What users change in param_groups and state themselves, as torch lets them: found by identities, and named.
+"""Finds objects that users have replaced in param_groups and state, as torch lets them, by identity, and names them.
 
-Buckets hold parameters and flat state by themselves. A parameter that replaces another in a group, or a moment in
-`optimizer.state`, would never be looked at. Nothing here waits for a device, or sends anything.
+Buckets refer to parameters and flat state directly. A parameter that replaces another in a group, or a moment in
+`optimizer.state`, would never be read. Nothing here waits for a device, or sends anything, except that `edit_of_state`
+compares the values of replaced tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ _STATE = (
 
 
 def edit_of_groups(groups: Sequence[Group], built: Sequence[Sequence[Tensor]]) -> str:
-    """How the parameters of these groups differ from those they were built of, and the remedy; "" where they do not."""
+    """A message on how the parameters of groups differ from those at construction, with the remedy; "" if they do not.
+
+    Args:
+        groups: The param groups now.
+        built: For each group, the parameters at construction.
+    """
     if len(groups) != len(built):
         return f"param_groups has {len(groups)} groups, the optimizer was given {len(built)}: {_GROUPS}"
     for g, (group, params) in enumerate(zip(groups, built, strict=True)):
@@ -40,7 +46,13 @@ def edit_of_groups(groups: Sequence[Group], built: Sequence[Sequence[Tensor]]) -
 
 
 def edit_of_options(groups: Sequence[Group], before: Sequence[Group], check: Callable[[str, Group], None]) -> str:
-    """Why groups that stand in place of those before cannot be taken up; "" where they can. check: of one's options."""
+    """A message on why new group dicts cannot replace the old ones; "" if they can.
+
+    Args:
+        groups: The param groups now.
+        before: The param groups before.
+        check: Raises TypeError or ValueError if the options of a group, whose name comes first, are bad.
+    """
     for g, (group, old) in enumerate(zip(groups, before, strict=True)):
         if group is old:
             continue
@@ -54,9 +66,16 @@ def edit_of_options(groups: Sequence[Group], before: Sequence[Group], check: Cal
 
 
 def edit_of_state(state: Mapping[Tensor, State], shown: Iterable[Iterable[tuple[Tensor, State]]]) -> tuple[bool, str]:
-    """Whether state has other tensors than were shown in it; and if these hold other values, which, and the remedy.
+    """Find tensors in optimizer.state that have been replaced.
 
-    shown: by bucket. Copies of the same values are no edit: frameworks make them when they move a state to a device.
+    Copies of the same values are no edit: frameworks make them when they move a state to a device.
+
+    Args:
+        state: optimizer.state.
+        shown: For each bucket, (parameter, state) pairs as they were shown there.
+
+    Returns:
+        Whether any tensor was replaced; and if one has other values, a message with the remedy, else "".
     """
     has_others = False
     for p, entry in chain.from_iterable(shown):

@@ -1,4 +1,4 @@
-"""Parameters that are frozen (requires_grad=False) or have moved since construction, and gradients that are sparse."""
+"""Parameters that are frozen (requires_grad=False) or have been moved since construction, and sparse gradients."""
 
 from __future__ import annotations
 
@@ -11,19 +11,29 @@ from ..model_parallel import local
 
 
 def gradient_of(p: Tensor) -> Tensor | None:
-    """p's gradient; None while p is frozen, whatever has been left in p.grad."""
+    """p's gradient; None while p is frozen, even if p.grad contains one."""
     return p.grad if p.requires_grad else None
 
 
 def refuse_sparse(who: str, grad: Tensor) -> Tensor:
-    """The gradient. Raises RuntimeError where it is sparse, and `who` needs a dense one."""
+    """The gradient. Raises RuntimeError if it is sparse.
+
+    Args:
+        who: Name of the optimizer that needs a dense one, for the message.
+        grad: The gradient.
+    """
     if grad.layout != torch.strided:
         raise RuntimeError(f"{who} needs dense gradients, got {grad.layout}; use nn.Embedding(..., sparse=False)")
     return grad
 
 
 def with_gradient(who: str, params: Sequence[Tensor]) -> list[Tensor]:
-    """Those that have elements and a gradient. Raises RuntimeError where one's is sparse."""
+    """The parameters that have elements and a gradient. Raises RuntimeError if a gradient is sparse.
+
+    Args:
+        who: Name of the optimizer, for the message.
+        params: The parameters.
+    """
     found = [p for p in params if p.grad is not None and p.numel() > 0]
     for p in found:
         assert p.grad is not None
@@ -34,9 +44,17 @@ def with_gradient(who: str, params: Sequence[Tensor]) -> list[Tensor]:
 def dense_gradients(
     rank: int, params: Sequence[Tensor], names: Sequence[str], shapes: Sequence[torch.Size], device: torch.device
 ) -> list[Tensor | None]:
-    """The gradients where they lie, of what this rank holds; None for what is frozen now.
+    """The gradients of this rank's parts of the parameters, not copied; None for a parameter without one or frozen now.
 
-    Raises RuntimeError on sparse and partial ones, and where a parameter was moved or resized.
+    Args:
+        rank: This rank, for messages.
+        params: The parameters.
+        names: Their names, for messages.
+        shapes: The shapes of this rank's parts at construction.
+        device: Their device at construction.
+
+    Raises:
+        RuntimeError: A gradient is sparse or placed otherwise than its parameter, or a parameter was moved or resized.
     """
     for p, name, shape in zip(params, names, shapes, strict=True):
         check_place(rank, p, name, shape, device)
@@ -56,9 +74,12 @@ def dense_gradients(
 
 
 def refuse_unfrozen(rank: int, names: Sequence[str], present_by_rank: Sequence[Sequence[bool]]) -> None:
-    """Raise RuntimeError where any rank has a gradient for one of these, which were frozen at construction.
+    """Raise RuntimeError on all ranks if any has a gradient for a parameter that was frozen at construction.
 
-    present_by_rank: by rank and parameter; the same on all ranks, so that all of them raise. rank: this one's.
+    Args:
+        rank: This rank, for the message.
+        names: Names of these parameters.
+        present_by_rank: For each rank and parameter, whether it has a gradient; the same on all ranks.
     """
     for name, column in zip(names, zip(*present_by_rank, strict=True), strict=True):
         if any(column):
@@ -72,7 +93,15 @@ def refuse_unfrozen(rank: int, names: Sequence[str], present_by_rank: Sequence[S
 
 
 def check_place(rank: int, p: Tensor, name: str, shape: torch.Size, device: torch.device) -> None:
-    """Raise RuntimeError where p is not where and what it was when the optimizer was constructed."""
+    """Raise RuntimeError if p has another shape or device than at construction.
+
+    Args:
+        rank: This rank, for the message.
+        p: The parameter.
+        name: Its name, for the message.
+        shape: Shape of this rank's part at construction.
+        device: Its device at construction.
+    """
     held = p if type(p) is torch.nn.Parameter else local(p)
     if held.shape != shape or held.device != device:
         raise RuntimeError(

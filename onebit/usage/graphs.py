@@ -1,4 +1,4 @@
-"""What torch.compile leaves out of its graphs: steps, and what gradient hooks do. docs/faq.md says what it takes."""
+"""Functions that torch.compile leaves out of its graphs: steps, and the work of gradient hooks. See docs/faq.md."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def outside_graphs(function: F) -> F:
-    """The function as it is, where a compiled one calls it: the graph breaks there.
+    """The function, at which the graph of a compiled caller breaks.
 
-    A step talks to other ranks, and reads numbers that a graph would freeze. torch.compiler.disable would import the
-    compiler at once, which takes longer than all of onebit; this one, as torch.optim has it, at the first call.
+    A step exchanges with other ranks, and reads numbers that a graph would freeze. torch.compiler.disable would import
+    the compiler at once, which takes longer than all of onebit; this one, which torch.optim uses, imports it at the
+    first call.
     """
     return cast("F", torch._disable_dynamo(function))

@@ -1,4 +1,4 @@
-"""Gradients as they once were: whether one has changed since it was sent, or is still that of the step before."""
+"""Marks of gradients: whether one has changed since it was sent, or is still that of the step before."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from ..agreement.replicas import fingerprints
 from ..model_parallel import local
 
-# torch counts how often a tensor is written, but not through its `.data`. So in these steps of a run, which are its
-# first and then some in a hundred, bits are compared as well: 2 ns an element and comparison.
+# torch counts writes to a tensor, but not those through its `.data`. So the bits are compared as well in the first 3 of
+# every 100 steps: 2 ns per element and comparison.
 _INSPECTED, _EVERY = 3, 100
 
 
@@ -22,28 +22,33 @@ def is_inspected(step: int) -> bool:
 
 
 def gradient_bits(grads: Sequence[Tensor | None]) -> Tensor:
-    """int64: a hash of each gradient's bits, of those that there are."""
+    """A hash of the bits of each gradient that exists and has elements, int64."""
     return fingerprints([grad for grad in grads if grad is not None and grad.numel() > 0])
 
 
 class GradientMark(NamedTuple):
-    """Which tensor a parameter's gradient was, and how often it had been written. None: there was no gradient."""
+    """Identifies a parameter's gradient and how often it had been written.
 
-    # A reference: where a gradient was dropped, the next one may lie at the same address. To the local elements: a
-    # DTensor's begin to count anew with every backward pass (`detach_version_`).
+    Attributes:
+        grad: Reference to the gradient's local elements. None: there was no gradient.
+        version: torch's count of writes. Default 0.
+    """
+
+    # A reference, because after a gradient is dropped the next one may have the same address. To the local elements,
+    # because those of a DTensor begin to count anew with every backward pass (`detach_version_`).
     grad: weakref.ref[Tensor] | None
     version: int = 0
 
     @classmethod
     def of(cls, p: Tensor) -> GradientMark:
-        """The gradient as it is now."""
+        """The mark of p's gradient as it is now."""
         if p.grad is None:
             return cls(None)
         grad = p.grad if type(p.grad) is Tensor else local(p.grad)
         return cls(weakref.ref(grad), grad._version)
 
     def is_still(self, p: Tensor) -> bool:
-        """Whether p's gradient is what it was."""
+        """Whether p's gradient is still the marked one, unchanged."""
         if p.grad is None or self.grad is None:
             return p.grad is None and self.grad is None
         now = p.grad if type(p.grad) is Tensor else local(p.grad)
@@ -51,12 +56,12 @@ class GradientMark(NamedTuple):
 
 
 def marks_of(params: Sequence[Tensor]) -> list[GradientMark]:
-    """Of each parameter's gradient as it is now."""
+    """The marks of the parameters' gradients as they are now."""
     return [GradientMark.of(p) for p in params]
 
 
 def changed_since(params: Sequence[Tensor], marks: Sequence[GradientMark]) -> list[int]:
-    """The indices of the parameters whose gradients are others than when the marks were made."""
+    """The indices of the parameters with gradients that differ from their marks."""
     return [k for k, (p, mark) in enumerate(zip(params, marks, strict=True)) if not mark.is_still(p)]
 
 

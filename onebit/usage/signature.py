@@ -1,7 +1,7 @@
-"""Signatures that say all: what `**common: Unpack[CommonOptions]` leaves out of help() and of notebooks.
+"""Complete signatures: lists the options that `**common: Unpack[CommonOptions]` hides from help() and notebooks.
 
-Type checkers read the TypedDicts. Python shows `**common` where `@shows_all_options` has not put the options
-themselves, with the defaults that they have in the base's constructor.
+Type checkers read the TypedDicts. Python shows only `**common`, unless `@shows_all_options` has replaced it with the
+options themselves, with the defaults of the base's constructor.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _TORCHS = {
 
 
 def shows_all_options(options: type) -> Callable[[C], C]:
-    """A class decorator: its signature lists every option with its default, its docstring what `options` says of them.
+    """A class decorator: lists every option with its default in the signature, and describes it in the docstring.
 
-    options: the TypedDict behind the constructor's `**`. Defaults come from the bases' constructors, and torch's own.
+    Args:
+        options: The TypedDict of the constructor's `**`. Defaults come from the constructors of the bases, and torch's.
     """
 
     def decorate(cls: C) -> C:
