@@ -1,1 +1,1 @@
-"""Arithmetic: what the papers compute, and when; the variance between dense steps."""
+"""Arithmetic: the papers' formulas on tensors, and their schedules; without state or traffic."""

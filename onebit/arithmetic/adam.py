@@ -1,4 +1,4 @@
-"""Adam's arithmetic on flat tensors, as the family shares it: the dense steps, the denominator, the late refresh.
+"""Adam's arithmetic on flat tensors, shared by the family: the dense steps, the denominator, the late refresh.
 
 Free functions, no state and no traffic. Shape legend: W ranks, N elements of a chunk, J blocks; a bucket has W·N
 elements.
@@ -14,18 +14,27 @@ from torch import Tensor
 from ..host import direction_
 from ..layout.flat import Layout
 
-# Of which temporaries are made: 256 KiB each with blocks of 256, which stay in a cache.
+# Blocks in one temporary: 256 KiB with blocks of 256, so that it stays in a cache.
 BLOCKS_AT_A_TIME = 256
 
 
 def adam_direction_(
     g: Tensor, m: Tensor, v: Tensor, *, betas: tuple[float, float], eps: float, step: int, bias_correction: bool
 ) -> None:
-    """Advance m and v by the mean gradient g, and leave the direction in it: g ← m̂/(√v̂ + eps). float32 [n], in place.
+    """Advance m and v by the mean gradient g, and write the direction into g: g ← m̂/(√v̂ + eps).
 
     m ← β1·m + (1-β1)·g,  v ← β2·v + (1-β2)·g²,  m̂ = m/(1-β1^step),  v̂ = v/(1-β2^step)   (arXiv 1412.6980, Alg. 1)
 
-    In host memory one pass, in C++ where it is built; elsewhere seven operations of torch.
+    On the host one pass in C++ if it is built; elsewhere seven operations of torch.
+
+    Args:
+        g: Mean gradient, float32 [n], overwritten with the direction.
+        m: Momentum, float32 [n], modified in place.
+        v: Variance, float32 [n], modified in place.
+        betas: β1 and β2.
+        eps: Term of the denominator.
+        step: Number of this step, from 1.
+        bias_correction: Whether to use m̂ and v̂; m and v if not.
     """
     direction = direction_ if g.device.type == "cpu" else direction_in_torch_
     direction(g, m, v, betas=betas, eps=eps, step=step, bias_correction=bias_correction)
@@ -34,7 +43,7 @@ def adam_direction_(
 def direction_in_torch_(
     g: Tensor, m: Tensor, v: Tensor, *, betas: tuple[float, float], eps: float, step: int, bias_correction: bool
 ) -> None:
-    """`adam_direction_` wherever torch can; other roundings than in host memory."""
+    """`adam_direction_` in torch, for any device. It rounds otherwise than the host's C++."""
     beta1, beta2 = betas
     m.lerp_(g, 1.0 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
@@ -49,9 +58,18 @@ def direction_in_torch_(
 def laprop_direction_(
     g: Tensor, m: Tensor, v: Tensor, *, betas: tuple[float, float], eps: float, step: int, bias_correction: bool
 ) -> None:
-    """As `adam_direction_`, but that m averages moves: g ← m̂, of gradients that were divided by the D of their step.
+    """`adam_direction_` with an m that averages updates: each gradient is divided by the D of its own step. g ← m̂.
 
     v ← β2·v + (1-β2)·g²,  m ← β1·m + (1-β1)·g/(√v̂ + eps),  m̂ = m/(1-β1^step)   (LaProp, arXiv 2002.04839)
+
+    Args:
+        g: Mean gradient, float32 [n], overwritten with the direction.
+        m: Average of updates, float32 [n], modified in place.
+        v: Variance, float32 [n], modified in place.
+        betas: β1 and β2.
+        eps: Term of the denominator.
+        step: Number of this step, from 1.
+        bias_correction: Whether to use m̂ and v̂; m and v if not.
     """
     beta1, beta2 = betas
     v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
@@ -61,7 +79,15 @@ def laprop_direction_(
 
 
 def adam_denominator(v: Tensor, beta2: float, eps: float, *, step: int, bias_correction: bool) -> Tensor:
-    """√v̂ + eps, without a floor, in a new tensor; v̂ = v/(1-β2^step)."""
+    """√v̂ + eps, without a floor, in a new tensor; v̂ = v/(1-β2^step).
+
+    Args:
+        v: Variance, float32 [n].
+        beta2: Its decay.
+        eps: Term of the denominator.
+        step: Number of steps in v.
+        bias_correction: Whether to use v̂; v if not.
+    """
     D = v.sqrt()
     if bias_correction:
         D.mul_((1.0 - beta2**step) ** -0.5)
@@ -71,12 +97,19 @@ def adam_denominator(v: Tensor, beta2: float, eps: float, *, step: int, bias_cor
 def floor_of_blocks(
     v: Tensor, layout: Layout, counts: Tensor, *, floor: float, fallback: float, correction: float = 1.0
 ) -> Tensor:
-    """What a variance is at least, by block: floor times the block's mean. float32 [W·J].
+    """The least variance of each block, float32 [W·J]: floor times the block's mean.
 
-    v: float32 [W·N]; v·correction is the variance, bias-corrected. counts: int32 [W, J]. A block that has never seen a
-    gradient knows no scale of its own: it takes the mean of its parameter's other blocks (on this rank, where it is
-    sharded), or `fallback` (the mean of the whole model) if there is none, so that a row which first gets a gradient
-    later moves as far as its neighbours. floor = 0 is the paper's rule, without any of this.
+    A block that has never seen a gradient has no scale. It takes the mean of its parameter's other blocks (on this
+    rank, if the parameter is sharded), or `fallback` if there is none. So a row that first gets a gradient later moves
+    as far as its neighbours. floor = 0 is the paper's rule, without any of this.
+
+    Args:
+        v: float32 [W·N]; v·correction is the bias-corrected variance.
+        layout: The bucket's layout.
+        counts: Real elements of each block, int32 [W, J].
+        floor: Share of a block's mean.
+        fallback: Mean variance of the whole model.
+        correction: Factor of the bias correction. Default 1.
     """
     parts = v.view(-1, layout.block).split(BLOCKS_AT_A_TIME)
     sum_J = torch.cat([(part if correction == 1.0 else part * correction).sum(1) for part in parts])
@@ -92,7 +125,16 @@ def floor_of_blocks(
 
 
 def denominator_(v: Tensor, layout: Layout, counts: Tensor, *, eps: float, floor: float, fallback: float) -> Tensor:
-    """v ← D(v) = √max(v, `floor_of_blocks`) + eps, in place; float32 [W·N], bias-corrected."""
+    """v ← D(v) = √max(v, `floor_of_blocks`) + eps, in place, and return it.
+
+    Args:
+        v: Bias-corrected variance, float32 [W·N].
+        layout: The bucket's layout.
+        counts: Real elements of each block, int32 [W, J].
+        eps: Term of the denominator.
+        floor: Share of a block's mean that is the least variance.
+        fallback: Mean variance of the whole model.
+    """
     v_Jn = v.view(-1, layout.block)
     least_J = floor_of_blocks(v, layout, counts, floor=floor, fallback=fallback)
     torch.maximum(v_Jn, least_J.unsqueeze(1), out=v_Jn)
@@ -100,11 +142,16 @@ def denominator_(v: Tensor, layout: Layout, counts: Tensor, *, eps: float, floor
 
 
 def normalised(g: Tensor, D: Tensor, weight: float) -> Tensor:
-    """g/√(D² + weight·g²): g/D while that is small, never more than 1/√weight.
+    """g/√(D² + weight·g²): g/D while that is small, never more than 1/√weight. A new tensor.
 
-    D is as old as the last variance step. Where gradients have grown by orders of magnitude since (attention that
-    wakes up), a live variance would have taken them in; this counts a rank's own gradient in instead. NaN and infinity
-    come out as NaN; a |g| above 1.8e19, whose square is infinite, as 0. `SignCodec.encode_momentum` does the same.
+    D is as old as the last variance step. If gradients have grown by orders of magnitude since (attention that wakes
+    up), a live variance would have taken them in; this adds a rank's own gradient instead. NaN and infinity become NaN;
+    a |g| above 1.8e19, whose square is infinite, becomes 0. `SignCodec.encode_momentum` does the same.
+
+    Args:
+        g: Gradient, float32.
+        D: Denominator, like g.
+        weight: Weight of the gradient's square.
     """
     return g / (D * D + (g * g) * weight).sqrt_()
 
@@ -112,9 +159,12 @@ def normalised(g: Tensor, D: Tensor, weight: float) -> Tensor:
 def sums_of_live_blocks(
     variances: Sequence[Tensor], shares: Sequence[Tensor | None], block: int
 ) -> tuple[float, float]:
-    """The sum of v over all blocks in which it is not zero, and how many elements these have.
+    """The sum of v over all blocks in which it is not zero, and the number of their elements.
 
-    shares: how much of each block counts, for each of the variances; None: all of it.
+    Args:
+        variances: Flat variances, float32.
+        shares: For each variance, the share of each block that counts; None: all of it.
+        block: Elements of a block.
     """
     total, elements = 0.0, 0.0
     for v, share_J in zip(variances, shares, strict=True):

@@ -1,7 +1,7 @@
 """Muon's arithmetic (Jordan et al., 2024, kellerjordan.github.io/posts/muon): a momentum's nearest orthogonal matrix.
 
-`newton_schulz` on one matrix, `orthogonalise_` on those of a model, `muon_groups` and `with_use_muon` say which
-parameters are hidden matrices. The optimizer is in `onebit_muon.py`.
+`newton_schulz` works on one matrix, `orthogonalise_` on those of a model; `muon_groups` and `with_use_muon` select the
+parameters that are hidden matrices. The optimizer is in `onebit_muon.py`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Of the odd quintic a·x + b·x³ + c·x⁵, chosen by Jordan for the steepest slope at 0 that keeps singular values near 1.
+# The odd quintic a·x + b·x³ + c·x⁵, chosen by Jordan for the steepest slope at 0 that keeps singular values near 1.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
-    """U·Vᵀ of x = U·S·Vᵀ, but for singular values, which come out within about 0.7 and 1.2. float32 [r, c], new.
+    """U·Vᵀ of x = U·S·Vᵀ, but with singular values between about 0.7 and 1.2. float32 [r, c], new.
 
-    In bfloat16 on a GPU, as the source has it, in float32 on the host. A zero matrix stays zero.
+    Computed in bfloat16 on a GPU, as in the source, and in float32 on the host. A zero matrix stays zero.
+
+    Args:
+        x: A matrix [r, c].
+        steps: Number of iterations. Default 5.
     """
     is_tall = x.shape[0] > x.shape[1]
     y: Tensor = x.mT if is_tall else x
@@ -32,12 +36,17 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
 
 
 def orthogonalise_(updates: Sequence[Tensor], params: Sequence[Tensor], steps: int) -> None:
-    """u ← `newton_schulz`(u) for the update of each parameter, of what this rank holds, in place; float32.
+    """u ← `newton_schulz`(u) for the update of each parameter, in place.
 
-    A parameter of more than two dimensions is a matrix of its first by all others. One that is sharded (a DTensor) is
-    gathered; its ranks call this together. Over a mesh of one axis, S ranks, the k-th is orthogonalised by rank k in
-    turn and handed out again: (S-1)/S·8 bytes per element. Over several (tensor slices that are sharded again) every
-    rank orthogonalises for itself: half the bytes, all of the computing.
+    A parameter of more than two dimensions is a matrix of its first by all others. A sharded parameter (a DTensor) is
+    gathered; its ranks call this together. Over a mesh of one axis, S ranks, the k-th parameter is orthogonalised by
+    rank k mod S and sent out again: (S-1)/S·8 bytes per element. Over several axes (tensor slices that are sharded
+    again) every rank orthogonalises for itself: half the bytes, all of the computing.
+
+    Args:
+        updates: This rank's parts of the updates, float32, modified in place.
+        params: Their parameters.
+        steps: Number of iterations.
     """
     for k, (u, p) in enumerate(zip(updates, params, strict=True)):
         if hasattr(p, "to_local"):
@@ -58,36 +67,44 @@ def _orthogonalise_shard_(u: Tensor, p: Any, k: int, steps: int) -> None:
 
 
 def adjustment(shape: Sequence[int], how: str) -> float:
-    """What the learning rate of a matrix is multiplied by. how: "match_rms_adamw" or "original".
+    """The factor of the learning rate for a matrix of this shape.
 
-    match_rms_adamw: 0.2·√max(r, c), after which an update's root mean square is AdamW's usual 0.2 (Liu et al., arXiv
-    2502.16982): one learning rate does for both. original: √max(1, r/c), Jordan's.
+    Args:
+        shape: Shape of the parameter, [r, ...]; c is the product of the other dimensions.
+        how: "match_rms_adamw": 0.2·√max(r, c), after which an update's root mean square is AdamW's usual 0.2 (Liu et
+            al., arXiv 2502.16982), so that one learning rate serves both. "original": √max(1, r/c), Jordan's.
     """
     rows, columns = shape[0], torch.Size(shape[1:]).numel()
     return float(0.2 * max(rows, columns) ** 0.5 if how == "match_rms_adamw" else max(1.0, rows / columns) ** 0.5)
 
 
 def muon_groups(model: nn.Module, *, head: nn.Module | None) -> list[dict[str, Any]]:
-    """Two param groups of a model: its hidden matrices, use_muon True; all other parameters, False.
+    """Divide a model's parameters into two param groups: hidden matrices with use_muon True, all others with False.
 
-    The others are embeddings, vectors and scalars, and those of the head. head: the module that makes the outputs; None
-    where there is none, or its matrix is an embedding's. No default: a head that is orthogonalised trains badly, and
-    nothing else tells. Frozen parameters stay in their group.
+    The others are embeddings, vectors and scalars, and the parameters of the head. Frozen parameters stay in their
+    group.
+
+    Args:
+        model: The model.
+        head: The module that makes the outputs; None if there is none, or if its matrix is an embedding's. There is no
+            default: an orthogonalised head trains badly, and nothing else shows why.
     """
     return with_use_muon(model.named_parameters(), hidden_matrices(model, head=head))
 
 
 def hidden_matrices(model: nn.Module, *, head: nn.Module | None) -> set[Tensor]:
-    """The parameters of a model, sharded or not, that are matrices and neither embeddings' nor the head's."""
+    """The parameters of a model, sharded or not, that are matrices, except those of embeddings and of the head."""
     apart = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     apart |= set() if head is None else set(head.parameters())
     return {p for p in model.parameters() if p.dim() >= 2 and p not in apart}
 
 
 def with_use_muon(params: Iterable[Any], hidden: Set[Tensor]) -> list[dict[str, Any]]:
-    """Parameters, (name, parameter) pairs, or groups of either: each group as up to two, which say use_muon.
+    """Split each group in up to two, which have the option use_muon. A group that has it already stays as it is.
 
-    A group that says so already stays as it is.
+    Args:
+        params: Parameters, (name, parameter) pairs, or groups of either.
+        hidden: The parameters that are hidden matrices.
     """
     given = list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]

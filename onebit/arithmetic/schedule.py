@@ -1,4 +1,4 @@
-"""When to do what: pure functions of the step and of numbers that all ranks share. No tensors, no side effects."""
+"""Schedules: pure functions of the step and of numbers that all ranks share. No tensors, no side effects."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ import math
 import operator
 from dataclasses import dataclass, field
 
-# The most local steps that were measured, and kept the loss within 1 % of AdamW's (scripts/records/study_2026-11.md).
+# The most local steps that were measured; the loss stayed within 1 % of AdamW's (scripts/records/study_2026-11.md).
 AUTO_CLIPPER = 8
 
 
 def whole_steps(name: str, value: object) -> int:
-    """A number of steps as an int, NumPy's too. Raises ValueError for a share of a run, TypeError for what is none."""
+    """A number of steps as an int, from an int of Python or NumPy.
+
+    Args:
+        name: Name of the argument, for the message.
+        value: What the user passed.
+
+    Raises:
+        ValueError: It is a float, such as a share of a run; the message contains the remedy.
+        TypeError: It is not a number.
+    """
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -27,10 +36,13 @@ def whole_steps(name: str, value: object) -> int:
 
 @dataclass(frozen=True)
 class VarianceUpdates:
-    """In which steps 0/1 Adam refreshes the variance (arXiv 2202.06009, section 4.1).
+    """The steps in which 0/1 Adam refreshes the variance (arXiv 2202.06009, section 4.1).
 
-    Steps count from 0. The gap between two updates starts at 1 and doubles after every var_update_scaler of them;
-    there is none after step var_freeze_step (None: they just grow rare).
+    Steps count from 0. The gap between two updates starts at 1 and doubles after every var_update_scaler of them.
+
+    Attributes:
+        var_update_scaler: Number of updates with each gap. Default 16.
+        var_freeze_step: Step after which there are no updates. Default None: they become ever rarer.
     """
 
     var_update_scaler: int = 16
@@ -54,17 +66,22 @@ class VarianceUpdates:
         return (step - self.var_update_scaler * (gap - 1)) % gap == 0
 
     def count(self, steps: int) -> int:
-        """Updates in the first `steps` steps."""
+        """Number of updates in the first `steps` steps."""
         return sum(map(self.is_due, range(steps)))
 
 
 @dataclass(frozen=True)
 class DenseSteps:
-    """In which steps 1-bit Adam and 1-bit LAMB exchange gradients, and so update the variance; in the others, momentum.
+    """The steps in which 1-bit Adam and 1-bit LAMB exchange gradients, and so update the variance; in others, momentum.
 
-    Steps count from 0. freeze_step: a number: the first freeze_step steps, the warm-up of arXiv 2102.02888 and
-    2104.06069; "auto": the first `warmup` steps and from then on those of `refreshes`, ever more rarely, whatever the
-    length of the run.
+    Steps count from 0.
+
+    Attributes:
+        freeze_step: A number of steps: only the first freeze_step steps, the warm-up of arXiv 2102.02888 and
+            2104.06069. "auto" (default): the first `warmup` steps and then those of `refreshes`, ever more rarely,
+            whatever the length of the run.
+        warmup: Steps of the warm-up with "auto". Default 100.
+        refreshes: Refreshes with "auto". Default `VarianceUpdates()`.
     """
 
     freeze_step: int | str = "auto"
@@ -81,35 +98,49 @@ class DenseSteps:
             raise ValueError(f"freeze_step must be at least 1 (the variance needs a gradient), got {self.freeze_step}")
 
     def is_dense(self, step: int) -> bool:
-        """Whether gradients travel in this step."""
+        """Whether gradients are exchanged in this step."""
         if isinstance(self.freeze_step, int):
             return step < self.freeze_step
         return step < self.warmup or self.refreshes.is_due(step)
 
     def count(self, steps: int) -> int:
-        """Of the first `steps` steps, those in which gradients travel."""
+        """Number of steps, among the first `steps`, in which gradients are exchanged."""
         return sum(map(self.is_dense, range(steps)))
 
     def rests(self, step: int, steps: int = 16) -> bool:
-        """Whether no gradient travels in this step and those after it: what only they need may be given up."""
+        """Whether no gradient is exchanged in this step and those after it, so that memory for gradients may be freed.
+
+        Args:
+            step: The first step.
+            steps: Number of steps to look at. Default 16.
+        """
         return not any(self.is_dense(k) for k in range(step, step + steps))
 
 
 def variance_weight(beta2: float, gap: int, samples: int = 16) -> float:
-    """What a squared gradient weighs in the variance, `gap` steps after the one before it: 1 - β2^gap.
+    """The weight of a squared gradient in the variance, `gap` steps after the one before it: 1 - β2^gap.
 
-    But at most 1/samples: once gaps are long, 1 - β2^gap would make a single gradient the whole variance.
+    It is at most 1/samples (or 1 - β2, if that is larger): once gaps are long, 1 - β2^gap would make a single gradient
+    the whole variance.
+
+    Args:
+        beta2: Decay of the variance.
+        gap: Steps since the last gradient in the variance.
+        samples: Number of gradients of which the variance consists at least. Default 16.
     """
     return max(1.0 - beta2, min(1.0 - beta2**gap, 1.0 / samples))
 
 
 @dataclass(frozen=True)
 class Synchronisations:
-    """How many steps 0/1 Adam takes between two synchronisations, the paper's T_u (arXiv 2202.06009, section 4.2).
+    """The number of steps that 0/1 Adam takes per synchronisation, the paper's T_u (arXiv 2202.06009, section 4.2).
 
-    local_step_scaler: a number: 1 until step `start`, then twice as many after every local_step_scaler steps; "auto":
-    twice as many whenever the learning rate has halved since its peak, which is what the paper's numbers amount to.
-    local_step_clipper: never more than this; 1 synchronises in every step; "auto": AUTO_CLIPPER.
+    Attributes:
+        local_step_scaler: A number of steps: 1 until step `start`, then doubled after every local_step_scaler steps.
+            "auto" (default): doubled whenever the learning rate has halved since its peak, to which the paper's numbers
+            amount.
+        local_step_clipper: Upper bound; 1 (default) synchronises in every step. "auto": AUTO_CLIPPER.
+        start: First step of the doubling, if local_step_scaler is a number. Default 0.
     """
 
     local_step_scaler: int | str = "auto"
@@ -134,11 +165,17 @@ class Synchronisations:
 
     @property
     def longest(self) -> int:
-        """The most steps there are per synchronisation."""
+        """The largest number of steps per synchronisation."""
         return AUTO_CLIPPER if isinstance(self.local_step_clipper, str) else self.local_step_clipper
 
     def interval(self, step: int, lr: float, peak_lr: float) -> int:
-        """Steps per synchronisation at this step; peak_lr: the largest learning rate so far, this one included."""
+        """Number of steps per synchronisation at this step.
+
+        Args:
+            step: The step, from 0.
+            lr: Its learning rate.
+            peak_lr: The largest learning rate so far, including this one.
+        """
         if isinstance(self.local_step_scaler, int):
             doublings = 0 if step < self.start else (step - self.start) // self.local_step_scaler
         elif lr <= 0.0 or peak_lr <= 0.0:

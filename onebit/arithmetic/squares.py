@@ -1,4 +1,4 @@
-"""Squares, norms and products of gradients: what fits into float32, and sums that have the same bits on every rank."""
+"""Squares, norms and products of gradients: limits of float32, and sums with the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ from ..agreement.skips import TOO_LARGE
 from ..comm.messages import numbers_on
 
 LARGEST_GRADIENT = 2.0**59
-"""Up to here a variance can take a gradient in: its square, and a block's sum of them, are finite in float32."""
+"""Up to this value a gradient fits a variance: its square, and a block's sum of squares, are finite in float32."""
 
 
 def has_squares(x: Tensor) -> Tensor:
-    """Whether all of x is finite and at most `LARGEST_GRADIENT`. A bool tensor of no dimensions, same device."""
+    """Whether all of x is finite and at most `LARGEST_GRADIENT`. A bool tensor of no dimensions, on x's device."""
     if x.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=x.device)
     return _largest(x).float() <= LARGEST_GRADIENT
 
 
 def bad_gradients(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """The names of those that no variance can take in; of finite ones how large they are as well. Waits for devices."""
+    """The names of the gradients that no variance can take in, and the size of those that are finite.
+
+    Waits for devices.
+
+    Args:
+        named: (name, gradient) pairs.
+    """
     found = []
     for name, grad in named:
         if not bool(has_squares(grad)):
@@ -33,14 +39,23 @@ def bad_gradients(named: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Of |x|, a NaN where there is one. torch's vector_norm takes 15 times as long (4 M floats, AVX-512, 2026-11)."""
+    """The largest |x|; NaN if x contains one.
+
+    torch's vector_norm takes 15 times as long (4 M floats, AVX-512, 2026-11).
+    """
     least, most = torch.aminmax(x)
     return torch.maximum(-least, most)
 
 
 def gradients_are_finite(grads: list[Tensor], scale: float, device: torch.device) -> bool:
-    """Whether scale times each of them is finite; none is empty. Waits for the device once."""
-    # On the host torch's largest norm takes 20 times as long as the 2-norm, which is finite where no square overflows.
+    """Whether scale times each gradient is finite. Waits for the device once.
+
+    Args:
+        grads: Gradients on this device, none of them empty.
+        scale: Their factor.
+        device: Their device.
+    """
+    # On the host torch's largest norm takes 20 times as long as the 2-norm, which is finite if no square overflows.
     order = float("inf") if device.type != "cpu" else 2.0
     are_finite = bool((torch.stack(torch._foreach_norm(grads, order, dtype=torch.float32)) * scale).isfinite().all())
     if are_finite or device.type != "cpu":
@@ -49,16 +64,19 @@ def gradients_are_finite(grads: list[Tensor], scale: float, device: torch.device
 
 
 def dot(a: Tensor, b: Tensor) -> float:
-    """Sum of products of two tensors of equal shape; finite wherever they are: beyond float32's range in float64."""
+    """Sum of products of two tensors of equal shape. If it overflows in float32, it is computed in float64."""
     a, b = a.reshape(-1), b.reshape(-1)
     product = float(torch.dot(a.float(), b.float()))
     return product if math.isfinite(product) else float(torch.dot(a.double(), b.double()))
 
 
 def gradient_dots(pairs: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> list[tuple[float, float]]:
-    """<g, g> and <g, m> of each pair (g, m), m of one dimension and float32, as `dot` has them.
+    """<g, g> and <g, m> of each pair (g, m), as `dot` computes them.
 
-    Waits for each device once, however many pairs there are. pairs: gives them once more where a product is not finite.
+    Waits for each device once, however many pairs there are, unless a product overflows.
+
+    Args:
+        pairs: Returns the pairs; m has one dimension and is float32. Called again if a product is not finite.
     """
     numbers = read_numbers(_float32_dots(pairs()))
     if not all(map(math.isfinite, numbers)):
@@ -69,9 +87,15 @@ def gradient_dots(pairs: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> list[
 def gradient_sums(
     pairs: Iterable[tuple[Tensor, Tensor]], shares: Sequence[float], scale: float, device: torch.device
 ) -> Tensor:
-    """Σ share·scale²·<g, g> and Σ share·scale·<g, m>, float64 [2]. Not finite where a product is not, in float32.
+    """Σ share·scale²·<g, g> and Σ share·scale·<g, m>, float64 [2]. Not finite if a product is not finite in float32.
 
-    What `gradient_dots` says, added up as the host would. Waits for nothing. pairs: as there, each with its share.
+    The products of `gradient_dots`, added up in the host's order. Does not wait for the device.
+
+    Args:
+        pairs: (g, m) pairs, as in `gradient_dots`.
+        shares: The share of each pair.
+        scale: Factor of the gradients.
+        device: Device of the result.
     """
     weights = [weight for share in shares for weight in (share * scale * scale, share * scale)]
     return sums_in_turn(_float32_dots(pairs), weights, device, columns=2)
@@ -80,9 +104,13 @@ def gradient_sums(
 def sums_in_turn(
     numbers: Sequence[Tensor], weights: Sequence[float], device: torch.device, *, columns: int = 1
 ) -> Tensor:
-    """Σ weight·number, each number added to those before it: float64 [columns]. Waits for nothing.
+    """Σ weight·number, each number added to those before it: float64 [columns]. Does not wait for the device.
 
-    numbers: of no dimensions and one dtype, as many as there are weights; those of one row after the other.
+    Args:
+        numbers: Tensors of no dimensions and one dtype, one row after the other.
+        weights: A weight for each number.
+        device: Device of the result.
+        columns: Numbers in a row. Default 1.
     """
     if not numbers:
         return torch.zeros(columns, dtype=torch.float64, device=device)
@@ -102,7 +130,7 @@ def _float32_dots(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 def read_numbers(numbers: Sequence[Tensor]) -> list[float]:
-    """What they are, of no dimensions and one dtype: one wait for each device."""
+    """The values of tensors of no dimensions and one dtype. Waits once for each device."""
     places: dict[torch.device, list[int]] = {}
     for place, number in enumerate(numbers):
         places.setdefault(number.device, []).append(place)
