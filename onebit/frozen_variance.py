@@ -1,8 +1,9 @@
-"""A variance that rests: D, from which momentum takes its coordinates, between the steps that bring gradients.
+"""The variance between dense steps: it is frozen as D, and momentum is kept as m/D.
 
 1-bit Adam and 1-bit LAMB keep m/D, packed as the frames received last, and D = √max(v̂, floor·blockmean) + eps as the
-last dense step left it. Here is how both come from Adam's moments (`freeze`), how a refresh takes a mean gradient into
-them, and what each gradient weighs. The arithmetic is in `arithmetic/adam.py`; who calls it when, in `onebit_adam.py`.
+last dense step left it. This file makes both from Adam's moments (`freeze`), takes a mean gradient into them
+(`refresh`), and computes the weight of each gradient. The arithmetic is in `arithmetic/adam.py`; `onebit_adam.py`
+decides when.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from .usage.contract import Group, State, eps_of
 
 @dataclass
 class FrozenVariance:
-    """D of every bucket, and the numbers that it rests on; these are the same on all ranks.
+    """Makes and refreshes the D of every bucket, and keeps the numbers for it; these are the same on all ranks.
 
-    floor: of a block's mean, see `floor_of_blocks`. fallback: the variance of blocks that have never seen a gradient.
-    last_dense: by group, the last step after which its variance was updated. total: by group, the sum of the weights in
-    its variance. unseen: by group, the steps before the first in which anything in the model had a gradient other than
-    zero: a warm-up is counted from there. None until then.
+    Attributes:
+        floor: Least variance, as a share of a block's mean, see `floor_of_blocks`.
+        fallback: Variance of blocks that have never seen a gradient. Default 1.
+        last_dense: For each group, the last step after which its variance was updated.
+        total: For each group, the sum of the weights in its variance.
+        unseen: For each group, the number of steps before the first in which any gradient in the model was not zero:
+            the warm-up is counted from there. None until then.
     """
 
     floor: float
@@ -39,10 +43,14 @@ class FrozenVariance:
     unseen: dict[int, int] | None = None
 
     def look(self, buckets: Sequence[Bucket], before: Sequence[int], parts: ModelParallelGroup) -> None:
-        """Until a variance has taken in a gradient, look whether one has. All parts of the model.
+        """Until a variance has taken in a gradient, check whether one has. All parts of the model.
 
-        buckets: those with a variance. before: by group, the steps that would then be `unseen`. Waits for the device:
-        in a common run in its first step alone.
+        Waits for the device: in an ordinary run in its first step only.
+
+        Args:
+            buckets: The buckets with a variance.
+            before: For each group, the number of steps that would be `unseen`.
+            parts: The ranks that hold the parts of this replica.
         """
         if self.unseen is None:
             has_seen = not buckets or any(bool(bucket.flat["exp_avg_sq"].any()) for bucket in buckets)
@@ -50,13 +58,19 @@ class FrozenVariance:
                 self.unseen = dict(enumerate(before))
 
     def seen_steps(self, g: int, step: int) -> int:
-        """Of the first `step` steps of group g, those since its model has seen a gradient."""
+        """Number of steps since the model has seen a gradient, among the first `step` steps of group g."""
         return 0 if self.unseen is None else step - self.unseen.get(g, 0)
 
     # ---------------------------------------------------------------- what a gradient weighs
 
     def share(self, g: int, beta2: float, step: int) -> float:
-        """The weight that the gradient of `step` would have in group g's bias-corrected variance."""
+        """The weight that the gradient of `step` would have in group g's bias-corrected variance.
+
+        Args:
+            g: Index of the group.
+            beta2: Decay of the variance.
+            step: Number of the step.
+        """
         weight = variance_weight(beta2, step - self.last_dense[g])
         return weight / self._total_after(g, weight)
 
@@ -64,7 +78,13 @@ class FrozenVariance:
         return (1.0 - weight) * self.total[g] + weight
 
     def count_dense(self, g: int, beta2: float, step: int) -> None:
-        """Group g has taken in the gradient of `step`."""
+        """Count the gradient of `step`, which group g has taken in.
+
+        Args:
+            g: Index of the group.
+            beta2: Decay of the variance.
+            step: Number of the step.
+        """
         if g in self.total:
             self.total[g] = self._total_after(g, variance_weight(beta2, step - self.last_dense[g]))
         self.last_dense[g] = step
@@ -74,10 +94,13 @@ class FrozenVariance:
     def begin(
         self, due: Sequence[tuple[Bucket, float]], parts: ModelParallelGroup, block: int, *, is_first: bool
     ) -> None:
-        """v ← v̂ of these buckets, whose warm-up is over. With each, the weight that its moving average has by now.
+        """v ← v̂ for buckets whose warm-up is over. All parts of the model, with buckets or without.
 
-        is_first: nothing was frozen before; what is frozen later must not replace the fallback. All parts of the model,
-        with buckets or without.
+        Args:
+            due: These buckets, each with the sum of the weights in its moving average.
+            parts: The ranks that hold the parts of this replica.
+            block: Elements of a block.
+            is_first: Whether nothing was frozen before. If not, the fallback stays as it is.
         """
         for bucket, total in due:
             self.total[bucket.group_index], self.last_dense[bucket.group_index] = total, bucket.step
@@ -88,24 +111,38 @@ class FrozenVariance:
             self.fallback = total / elements if elements else 1.0
 
     def freeze(self, bucket: Bucket, m: Tensor, v_hat: Tensor, eps: float, *, is_divided: bool = False) -> Tensor:
-        """The bucket's D ← D(v̂), in v̂'s memory; m ← m/D, unless it is divided, which is given back."""
+        """The bucket's D ← D(v̂), in v̂'s memory; returns m/D, in m's memory.
+
+        Args:
+            bucket: The bucket.
+            m: Momentum, float32 [W·N].
+            v_hat: Bias-corrected variance, float32 [W·N].
+            eps: Term of D.
+            is_divided: Whether m is m/D already. Default False.
+        """
         bucket.live_J = v_hat.view(-1, bucket.layout.block).any(1)
         bucket.flat["denominator"] = self._denominator(bucket, v_hat, eps)
         return m if is_divided else m.div_(v_hat)
 
     def refresh(self, bucket: Bucket, g: Tensor, last_average: Tensor, group: Group) -> Tensor:
-        """v takes in the mean gradient g, D is made anew, and the average ← m/D ← β1·m/D + (1-β1)·g/D is given back.
+        """Take the mean gradient g into v, compute D anew, and return the new m/D ← β1·m/D + (1-β1)·g/D.
 
-        In the memory of D, g (which becomes g/D) and the average, and little else.
+        Works in the memory of D, g (which becomes g/D) and last_average, and little else.
 
-        What is in the frames and in the errors stays as it is: moves, made or owed. Turned into gradients by the old D
-        and back by the new one, the noise of compression would grow without bound where a block's D collapses.
+        Frames and errors stay as they are: they contain updates, made or carried over. Converted into gradients by the
+        old D and back by the new one, the noise of compression would grow without bound if a block's D collapses.
+
+        Args:
+            bucket: The bucket.
+            g: Mean gradient, float32 [W·N], overwritten.
+            last_average: m/D, float32 [W·N], overwritten with the result.
+            group: The options of its group.
         """
         assert bucket.live_J is not None
         beta1, beta2 = group["betas"]
         D, block = bucket.flat["denominator"], bucket.layout.block
         v = D.sub_(eps_of(group)).square_()
-        known_J = bucket.counts.view(-1) * bucket.live_J  # elements that are no padding and have seen a gradient
+        known_J = bucket.counts.view(-1) * bucket.live_J  # per block: elements without padding, 0 before any gradient
         share = self.share(bucket.group_index, beta2, bucket.step)
         parts = zip(*(x.split(BLOCKS_AT_A_TIME) for x in (v.view(-1, block), g.view(-1, block), known_J)), strict=True)
         for v_Jn, g_Jn, known in parts:
@@ -121,6 +158,7 @@ class FrozenVariance:
     # ---------------------------------------------------------------- checkpoints
 
     def record(self, buckets: Sequence[Bucket]) -> State:
+        """The entries of a checkpoint, as plain numbers and tensors."""
         return {
             "fallback": self.fallback,
             "last_dense": dict(self.last_dense),
@@ -130,8 +168,9 @@ class FrozenVariance:
         }
 
     def load_record(self, record: State, buckets: Sequence[Bucket]) -> None:
+        """Take back entries from `record`; blocks are cut or padded for this number of ranks."""
         self.fallback = record["fallback"]
-        self.unseen = record.get("unseen", {})  # older ones have none
+        self.unseen = record.get("unseen", {})  # older records have no such entry
         self.last_dense, self.total = dict(record["last_dense"]), dict(record["variance_total"])
         for bucket, live_J in zip(buckets, record["live_blocks"], strict=True):
             blocks = bucket.layout.numel // bucket.layout.block
@@ -139,7 +178,14 @@ class FrozenVariance:
 
 
 def pack_momentum(placement: Replicated, bucket: Bucket, m: Tensor, beta1: float) -> None:
-    """frames ← m (here m/D); its residual r is owed as β1·r, so that the next β1·m + e is what it would be."""
+    """frames ← m (here m/D), and worker error += β1·r for the residual r, so that the next β1·m + e is the same.
+
+    Args:
+        placement: Has the codec.
+        bucket: The bucket; frames and worker error are modified.
+        m: m/D, float32 [W·N], overwritten with r.
+        beta1: Decay of the momentum.
+    """
     assert bucket.frames is not None and bucket.ef is not None
     placement.codec.encode(bucket.rows(m), None, bucket.frames, bucket.counts)
     bucket.ef.worker.add_(bucket.own_rows(m).view(-1), alpha=beta1)

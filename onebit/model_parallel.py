@@ -1,8 +1,8 @@
-"""One replica in several parts: what the ranks that hold them must know of each other.
+"""One replica in several parts: the messages between the ranks that hold them.
 
-An optimizer's transport joins the ranks that hold the same part of different replicas, and carries all it compresses.
-What concerns a layer or the model as a whole (norms, whether a step is good, an error that ends it) is settled here, by
-the ranks that hold the parts of one replica. A model in one piece is one part, and takes the same path.
+An optimizer's transport connects the ranks that hold the same part of different replicas, and carries all compressed
+traffic. What concerns a layer or the model as a whole (norms, whether a step is good, an error that ends it) is decided
+here, by the ranks that hold the parts of one replica. A model in one piece is one part, and takes the same path.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .comm.messages import gather_bytes, gather_tensors, gather_texts, sum_in_or
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# What the mesh of tensor-parallel parameters calls that axis.
+# Name of the tensor-parallel axis in the mesh of a parameter.
 TENSOR_AXIS = "tensor"
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The elements of a tensor that this rank holds, where they lie: a DTensor's local shard, any other tensor itself.
+    """The elements of a tensor that this rank holds, not copied: a DTensor's local shard, any other tensor itself.
 
-    Asked for anew in every step: FSDP2 keeps the DTensor, but may move what it shards.
+    Ask for it anew in every step: FSDP2 keeps the DTensor, but may move its shard.
     """
-    # Not isinstance: importing torch.distributed.tensor takes a second, and who has a DTensor has imported it.
+    # Not isinstance: importing torch.distributed.tensor takes a second, and a caller with a DTensor has imported it.
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def model_parallel_group_of(given: ModelParallelGroup | Transport | None) -> ModelParallelGroup:
-    """What an optimizer is given as `shards`: the transport between the model's pieces, or None if it is whole."""
+    """The group of an optimizer, from its argument: a group, a transport between shards, or None if it is whole."""
     return (
         given
         if isinstance(given, ModelParallelGroup)
@@ -47,21 +47,27 @@ def model_parallel_group_of(given: ModelParallelGroup | Transport | None) -> Mod
 
 
 class Transports(TypedDict):
-    """What an optimizer takes beside the parameters, where a replica is cut in shards."""
+    """Keyword arguments of an optimizer, besides the parameters, if a replica is divided into shards."""
 
     transport: Transport
     model_parallel_group: ModelParallelGroup
 
 
 def transports_of(mesh: DeviceMesh, timeout_s: float = 300.0) -> Transports:
-    """For FSDP2 by hand: what an optimizer takes, of a mesh of two axes, replicas first, shards second. All ranks.
+    """Keyword arguments of an optimizer for FSDP2 set up by hand. All ranks.
 
         mesh = init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh["shard"])
         optimizer = onebit.OnebitAdam(model.parameters(), lr=1e-3, **onebit.transports_of(mesh))
 
-    FSDP2 averages over the shards of a replica, and knows of no other replica. Raises ValueError for a mesh of other
-    axes.
+    FSDP2 averages over the shards of a replica, and knows of no other replica.
+
+    Args:
+        mesh: A mesh of two axes: replicas first, shards second.
+        timeout_s: Timeout of the transports, in seconds. Default 300.
+
+    Raises:
+        ValueError: The mesh has not two axes.
     """
     from .comm.transports.torch_distributed import TorchTransport
 
@@ -75,7 +81,7 @@ def transports_of(mesh: DeviceMesh, timeout_s: float = 300.0) -> Transports:
 
 
 def _cuts(p: Tensor) -> list[tuple[str, int]]:
-    """(axis, ranks) for each axis of a DTensor's mesh along which it is cut. An axis without a name is ""."""
+    """(axis, ranks) for each axis of a DTensor's mesh along which it is divided. An axis without a name is ""."""
     mesh = getattr(p, "device_mesh", None)
     if mesh is None:
         return []
@@ -85,10 +91,10 @@ def _cuts(p: Tensor) -> list[tuple[str, int]]:
 
 
 def detach_version_(grad: Tensor | None) -> None:
-    """Give a DTensor's local elements a version counter of their own; any other tensor stays as it is.
+    """Give a DTensor's local elements a separate version counter; any other tensor stays as it is.
 
-    FSDP2 cuts a module's gradients out of one tensor, with one counter for all: where the next micro-batch adds to one
-    of them, all would look edited.
+    FSDP2 makes a module's gradients as views of one tensor, with one counter for all: when the next micro-batch adds to
+    one of them, all would look edited.
     """
     if hasattr(grad, "_local_tensor"):
         grad._local_tensor = grad._local_tensor.data  # type: ignore[union-attr]  # the same memory, a new counter
@@ -96,16 +102,20 @@ def detach_version_(grad: Tensor | None) -> None:
 
 @dataclass(frozen=True)
 class ModelParallelGroup:
-    """The ranks that hold the parts of this replica; each operation by all of them, alike, the same bits on all.
+    """The ranks that hold the parts of this replica. All of them call each operation, and get the same bits.
 
-    transport: the ranks that hold the parts of this rank's layers; sums over a layer go over these. stages: all that
-    hold a part of the model, where others hold other layers (pipeline stages); default: transport. tensor: how many
-    ranks of the transport, next to each other, hold one shard between them (tensor parallelism): a parameter is cut
-    among these, or they hold it each, alike. tied: parameters that so many stages hold, alike. What several ranks hold
-    alike counts once in every sum; each of them steps on it for itself, from the same gradients, over its own transport
-    to other replicas.
+    Elements that several ranks hold count once in every sum. Each of these ranks updates them for itself, from the same
+    gradients, over its own transport to other replicas.
 
     Which parameters have a gradient needs no vote: FSDP2 reduces a gradient over all shards, or none has it.
+
+    Attributes:
+        transport: The ranks that hold the parts of this rank's layers; sums over a layer go over these.
+        stages: All ranks that hold a part of the model, if others hold other layers (pipeline stages). Default None:
+            those of transport.
+        tensor: Number of neighbouring ranks of the transport that hold one shard together (tensor parallelism): a
+            parameter is divided among them, or each holds all of it. Default 1.
+        tied: For each parameter that several stages hold, their number. Default: none.
     """
 
     transport: Transport
@@ -114,7 +124,7 @@ class ModelParallelGroup:
     tied: Mapping[Tensor, int] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelParallelGroup:
-        """The same ranks, of a copy of the parameters."""
+        """The same ranks, with a copy of the parameters in `tied`."""
         return replace(self, tied={copy.deepcopy(p, memo): stages for p, stages in self.tied.items()})
 
     @property
@@ -123,11 +133,11 @@ class ModelParallelGroup:
         return self.transport if self.stages is None else self.stages
 
     def pieces(self, p: Tensor) -> int:
-        """Into how many disjoint pieces the ranks of the transport have cut a parameter."""
+        """Number of disjoint pieces into which the ranks of the transport divide a parameter."""
         return math.prod(size for _, size in _cuts(p))
 
     def copies(self, p: Tensor) -> int:
-        """How many ranks of this replica hold each element of a parameter."""
+        """Number of ranks of this replica that hold each element of a parameter."""
         return self.transport.world_size // self.pieces(p) * self.tied.get(p, 1)
 
     def gather(self, *numbers: float) -> list[tuple[float, ...]]:
@@ -138,33 +148,45 @@ class ModelParallelGroup:
         return [pattern.unpack(row) for row in gather_bytes(self.whole, pattern.pack(*numbers))]
 
     def total(self, *numbers: float) -> list[float]:
-        """The sum of each number over the parts of the model, in rank order."""
+        """The sum of each number over the parts of the model, in rank order. Sends as `gather` does."""
         return [sum(column) for column in zip(*self.gather(*numbers), strict=True)]
 
     def agree(self, is_so: bool) -> bool:
-        """Whether it is so on all parts of the model."""
+        """Whether it is true on all parts of the model. Sends 8 bytes to each peer."""
         return all(flag for (flag,) in self.gather(float(is_so)))
 
     def total_of_rows(self, table: Tensor, params: Sequence[Tensor]) -> Tensor:
-        """The sums over the parts of this rank's layers, in rank order, of a table with one row for each parameter.
+        """The sums of a table over the parts of this rank's layers, in rank order. Sends (S-1)·nbytes per rank.
 
-        Sends (S-1)·nbytes per rank.
+        Args:
+            table: One row for each parameter.
+            params: The parameters.
         """
         return sum_in_order(gather_tensors(self.transport, self._shares(table, params)))
 
     def norms(self, held: Tensor, params: Sequence[Tensor]) -> Tensor:
-        """The norms of whole layers, from those of the parts that the ranks hold. float32, a row for each parameter."""
+        """The norms of whole layers, float32, one row for each parameter. Sends as `total_of_rows` does.
+
+        Args:
+            held: The norms of this rank's parts, one row for each parameter.
+            params: The parameters.
+        """
         return self.total_of_rows(held.double().square(), params).sqrt().float()
 
     def _shares(self, table: Tensor, params: Sequence[Tensor]) -> Tensor:
-        """A table of sums, a row for each parameter: its share of those that several ranks hold."""
+        """A table of sums, with each parameter's row divided by the number of ranks that hold the same elements."""
         if self.tensor == 1:
             return table
         alike = [self.transport.world_size // self.pieces(p) for p in params]
         return table / torch.tensor(alike, dtype=table.dtype, device=table.device).view(-1, *[1] * (table.dim() - 1))
 
     def raise_on_all_ranks(self, kind: type[Exception], check: Callable[[], None]) -> None:
-        """Run a check of this part; where it raises `kind` on one part, that is raised on all."""
+        """Run a check of this part; if it raises `kind` on one part, all parts raise that error.
+
+        Args:
+            kind: Type of the errors that are sent on; others are raised on this rank alone.
+            check: The check.
+        """
         mine: Exception | None = None
         try:
             check()
@@ -177,9 +199,13 @@ class ModelParallelGroup:
             raise kind(found)
 
     def find_divergence(self, params: Sequence[Tensor], names: Sequence[str]) -> str:
-        """Where ranks of this rank's shard hold other bits of what they hold alike, in words; "" where they do not.
+        """A message if ranks of one shard differ in the bits of elements that all of them hold; "" if they do not.
 
         Sends 8 bytes for each such parameter to each peer of the transport; nothing without tensor parallelism.
+
+        Args:
+            params: The parameters.
+            names: Their names, for the message.
         """
         pairs = zip(params, names, strict=True)
         alike = [(local(p), name) for p, name in pairs if self.pieces(p) < self.transport.world_size]
@@ -208,7 +234,7 @@ class ModelParallelGroup:
                 f"shards are {ranks}: FSDP2 averages its gradients over replicas too, in full. Give fully_shard the "
                 'axis of the shards alone (mesh=mesh["shard"]), and the optimizer both: **onebit.transports_of(mesh)'
             )
-        # A mesh whose axes have no names says less: then a cut over the one axis passes for one over the other.
+        # If a mesh's axes have no names, a cut over one axis cannot be told from a cut over the other, and passes.
         fits = pieces // by_tensor == ranks // self.tensor and by_tensor in (1, self.tensor)
         if not fits and (by_tensor > 1 or pieces != ranks):
             found = "replicated" if mesh is not None and mesh.size() > pieces == 1 else f"in {pieces} shard"

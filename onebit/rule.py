@@ -1,9 +1,9 @@
-"""What a rule is: one paper's step of one bucket as a generator, and the state that it keeps.
+"""Rules: one paper's step of one bucket as a generator, and the state that it keeps.
 
-`BucketRule` is what both families ask of one, `Rule` what the one with the state on every rank asks besides. Rules are
-in `onebit_adam.py`, `onebit_lamb.py`, `zero_one_adam.py` and `onebit_muon.py`, and in `zero/sharded`. What a step
-yields is in `step/bucket_step.py`, how a bucket's tensors are exchanged in `step/replicated.py`, who runs the steps of
-all buckets in `step/driver.py`.
+`BucketRule` is the interface for both families; `Rule` adds what the family with the state on every rank needs. Rules
+are in `onebit_adam.py`, `onebit_lamb.py`, `zero_one_adam.py` and `onebit_muon.py`, and in `zero/sharded`.
+`step/bucket_step.py` defines what a step yields, `step/replicated.py` exchanges a bucket's tensors, and
+`step/driver.py` runs the steps of all buckets.
 """
 
 from __future__ import annotations
@@ -30,25 +30,33 @@ MEETS_AGAIN = "its ranks tell each other more after a step is decided, when a lo
 
 
 class BucketRule(ABC, Generic[B]):
-    """One algorithm: the step of a bucket, and what kind of step the next one is. kind: what its states are called."""
+    """One algorithm: the step of a bucket, and the kind of the next step.
+
+    Attributes:
+        kind: Name of the algorithm in states.
+    """
 
     kind: ClassVar[str] = ""
 
     def check(self, name: str) -> None:
-        """Raise TypeError or ValueError where an option is bad. name: the optimizer's, for the message."""
+        """Raise TypeError or ValueError if an option is bad.
+
+        Args:
+            name: Name of the optimizer, for the message.
+        """
         return
 
     @abstractmethod
     def options(self) -> Mapping[str, object]:
-        """Those that must be the same on all ranks, by name."""
+        """The options that must be the same on all ranks, by name."""
 
     def begin_step(self) -> None:
-        """Decide what kind of step the next one is. Once a step, before anything else is asked about it."""
+        """Decide the kind of the next step. Called once per step, before any other question about it."""
         return
 
     @abstractmethod
     def round_name(self) -> str:
-        """What kind of step this is, for messages; the same on all ranks."""
+        """The kind of this step, for messages; the same on all ranks."""
 
     def is_silent(self) -> bool:
         """Whether this step exchanges nothing at all."""
@@ -56,14 +64,19 @@ class BucketRule(ABC, Generic[B]):
 
     @abstractmethod
     def step(self, bucket: B, scale: float) -> BucketStep:
-        """This step of a bucket, from its gradients times scale."""
+        """This step of a bucket. All ranks run it, with the buckets in the same order.
+
+        Args:
+            bucket: The bucket.
+            scale: Factor of its gradients.
+        """
 
     def after_step(self) -> str:
-        """All buckets have taken their step: change phase. What the step was."""
+        """Change phase if it is time, after all buckets have taken their step. Returns the kind of that step."""
         return self.round_name()
 
     def end_step(self) -> None:
-        """The step is over, taken or skipped."""
+        """End the step, taken or skipped."""
         return
 
     def is_synchronised(self) -> bool:
@@ -71,31 +84,44 @@ class BucketRule(ABC, Generic[B]):
         return True
 
     def present(self, params: Sequence[Tensor]) -> list[bool]:
-        """For which of these this rank has a gradient."""
+        """For each parameter, whether this rank has a gradient."""
         return [gradient_of(p) is not None for p in params]
 
     def check_state(self, where: str, state: State) -> None:
-        """Raise ValueError where a state of this kind, with these groups and shapes, is not this rule's."""
+        """Raise ValueError if a state of this kind, with these groups and shapes, does not fit this rule.
+
+        Args:
+            where: Beginning of the message.
+            state: The state.
+        """
         return
 
     def record(self) -> State:
-        """What else a checkpoint keeps, as plain numbers and tensors; this rank's."""
+        """The rule's own entries of a checkpoint, as plain numbers and tensors; this rank's."""
         return {}
 
     def load_record(self, record: State) -> None:
-        """Take back what `record` gave."""
+        """Take back entries from `record`."""
         return
 
 
 class Rule(BucketRule[Bucket]):
-    """One paper. The optimizer binds it to its parts once, before any bucket is made.
+    """One paper's algorithm. The optimizer binds it to its parts once, before any bucket is made.
 
-    adam_names: torch.optim's names for state that is named otherwise here.
+    Attributes:
+        adam_names: torch.optim's names for state that has another name here.
+        of_parameters: Entries of `record` that concern single parameters.
+        can_be_delayed: Whether the frames that were sent are all there is to a step under way.
+        placement: Exchanges buckets.
+        buckets: All buckets.
+        policy: Decides whether to compress.
+        parts: The ranks that hold the parts of this replica.
+        steps: Number of steps of each group, tensors of no dimensions.
     """
 
     adam_names: ClassVar[Mapping[str, str]] = {}
-    of_parameters: ClassVar[tuple[str, ...]] = ()  # the entries of `record` that say something of single parameters
-    can_be_delayed: ClassVar[bool] = False  # whether all of a step that is under way is in what was sent
+    of_parameters: ClassVar[tuple[str, ...]] = ()
+    can_be_delayed: ClassVar[bool] = False
 
     placement: Replicated
     buckets: Buckets[Bucket]
@@ -111,12 +137,12 @@ class Rule(BucketRule[Bucket]):
         parts: ModelParallelGroup,
         steps: Sequence[Tensor],
     ) -> None:
-        """Take over the optimizer's parts."""
+        """Take over the optimizer's parts; arguments as the attributes."""
         self.placement, self.buckets, self.policy, self.parts, self.steps = placement, buckets, policy, parts, steps
 
     @property
     def codec(self) -> FusedCodec:
-        """What momentum travels in."""
+        """Format in which momentum is sent."""
         return self.placement.codec
 
     # ---------------------------------------------------------------- a step
@@ -126,15 +152,23 @@ class Rule(BucketRule[Bucket]):
         """Whether the bucket's step exchanges gradients."""
 
     def send_again(self, bucket: Bucket, sent: Tensor) -> BucketStep:
-        """A compressed step of which these frames were sent, in a rule that can be delayed."""
+        """The rest of a compressed step for which these frames were sent. In a rule that can be delayed.
+
+        Args:
+            bucket: The bucket.
+            sent: This rank's frames.
+        """
         raise AssertionError(f"{type(self).__name__} cannot be delayed")
 
     def ahead(self, bucket: Bucket) -> float:
-        """How far parameters may look ahead of the step just taken: p - this·m/D. In a rule that can be delayed."""
+        """How far parameters may look ahead of the step just taken: the weight in p - weight·m/D.
+
+        In a rule that can be delayed.
+        """
         raise AssertionError(f"{type(self).__name__} cannot be delayed")
 
     def follow(self, bucket: Bucket, decision: Decision) -> None:
-        """Move the parameters by a step taken, where it has not moved them itself. In a rule that can be delayed."""
+        """Move the parameters by a step that was taken but has not moved them. In a rule that can be delayed."""
         raise AssertionError(f"{type(self).__name__} cannot be delayed")
 
     def look_ahead(self, bucket: Bucket, decision: Decision, weight: float) -> None:
@@ -142,34 +176,50 @@ class Rule(BucketRule[Bucket]):
         raise AssertionError(f"{type(self).__name__} cannot be delayed")
 
     def why_members_stay(self) -> str:
-        """Why members of a run may not come and go; "" if they may: all is exchanged before anything is written."""
+        """Why members of a run may not come and go.
+
+        "" if they may, because everything is exchanged before anything is written.
+        """
         return MEETS_AGAIN
 
     @property
     def asks_first(self) -> bool:
-        """Whether ranks compare options before the first bucket of a step leaves, as its kind follows from them."""
+        """Whether ranks compare options before the first bucket of a step is sent, as its kind follows from them."""
         return False
 
     def meet(self, buckets: Sequence[Bucket], said: Sequence[Meeting]) -> Sequence[Answer]:
-        """The answers to what these buckets have said after the decision. All ranks, the same buckets."""
+        """The answers to meetings after the decision. All ranks, with the same buckets.
+
+        Args:
+            buckets: The buckets that meet.
+            said: Their meetings.
+        """
         raise AssertionError(f"{type(self).__name__} has no further meeting")
 
     # ---------------------------------------------------------------- state
 
     @abstractmethod
     def allocate(self, bucket: Bucket, phase: str) -> None:
-        """Give the bucket the zeroed state (flat, frames, ef) of a phase. "warmup" is the first."""
+        """Give the bucket the zeroed state (flat, frames, ef) of a phase.
+
+        Args:
+            bucket: The bucket.
+            phase: "warmup" first, or a later phase.
+        """
 
     @abstractmethod
     def momentum(self, bucket: Bucket) -> Tensor:
-        """The momentum as the ranks share it, float32 [W·N]; bias-corrected. May be a copy."""
+        """The bias-corrected momentum, the same on all ranks, float32 [W·N]. May be a copy."""
 
     @abstractmethod
     def last_average(self, bucket: Bucket) -> Tensor:
-        """What a compressed exchange brings, float32 [W·N], in the coordinates of the worker error. May be a copy."""
+        """The result of the last compressed exchange, float32 [W·N], in the coordinates of the worker error.
+
+        May be a copy.
+        """
 
     def mask_state(self, bucket: Bucket) -> None:
-        """What may not move has no momentum, owes nothing, and is owed nothing."""
+        """Set momentum and residuals to zero in elements that may not move."""
         may_move = bucket.may_move()
         if may_move is None:
             return
@@ -180,30 +230,63 @@ class Rule(BucketRule[Bucket]):
             bucket.ef.server.mul_(bucket.own_chunk(may_move))
 
     def take_apart(self, record: State, index: int, layout: Layout, states: Sequence[ParameterState]) -> None:
-        """Give the parameters of bucket `index` of a saved record what that says of each. All on the host."""
+        """Give each parameter its part of a saved record's bucket. All on the host.
+
+        Args:
+            record: The saved record.
+            index: Index of the bucket in it.
+            layout: Layout of that bucket.
+            states: The states of its parameters; modified.
+        """
         return
 
     def pack(self, bucket: Bucket, states: Sequence[ParameterState], beta1: float) -> Tensor | None:
-        """The bucket's frames, uint8 [W, B] on the host, of what `take_apart` gave; None where it keeps none."""
+        """The bucket's frames from the values that `take_apart` gave, uint8 [W, B] on the host; None if it keeps none.
+
+        Args:
+            bucket: The bucket.
+            states: The states of its parameters; modified.
+            beta1: Decay of the momentum.
+        """
         return None
 
     def put_together(self, of_buckets: Sequence[tuple[Bucket, Sequence[ParameterState]]]) -> State:
-        """The entries `of_parameters`, of what `take_apart` gave. What torch does not know leaves the states."""
+        """The entries `of_parameters`, from the values that `take_apart` gave.
+
+        Elements that torch does not know are removed from the states.
+
+        Args:
+            of_buckets: Each bucket with the states of its parameters; modified.
+        """
         return {}
 
     def adopt_dense_state(self) -> None:
-        """The state that was just loaded is that of a dense optimizer: torch.optim.AdamW, or Lamb."""
+        """Adapt a state that was just loaded from a dense optimizer: torch.optim.AdamW, or Lamb."""
         return
 
 
 def codec_of_gradients(given: Codec | None, codec: FusedCodec | None) -> Codec:
-    """What gradients travel in: eight bits, in the blocks of the momentum's codec, unless another codec was given."""
+    """The format of gradients: the given one, or eight bits in the blocks of the momentum's codec.
+
+    Args:
+        given: Format that the user wants. None: eight bits.
+        codec: Format of momentum. None: `SignCodec()`.
+    """
     block = (SignCodec() if codec is None else check_fused(codec)).block
     return Int8Codec(block) if given is None else check_blocks(given, block)
 
 
 def check_blocks(codec: Codec, block: int) -> Codec:
-    """A codec of gradients, whose blocks those of momentum can be. Raises TypeError for none, ValueError for others."""
+    """Return a codec of gradients, after checking that momentum can have the same blocks.
+
+    Args:
+        codec: The codec.
+        block: Elements of a block of momentum.
+
+    Raises:
+        TypeError: It is not a codec.
+        ValueError: Its blocks have another size.
+    """
     if not isinstance(codec, Codec):
         known = ", ".join(f"{kind.__name__}()" for kind in CODECS.values())
         raise TypeError(f"gradients travel in a Codec, an object of onebit.comm: {known}; got {codec!r}")
