@@ -1,7 +1,7 @@
 """1-bit Adam (Tang et al., ICML 2021, arXiv 2102.02888): AdamW for a short warm-up, then one-bit momentum.
 
-`AdamRule` is the paper, a step of one bucket from top to bottom; `OnebitAdam` the optimizer that takes it. The variance
-between dense steps is in `frozen_variance.py`, the schedule in `arithmetic/schedule.py`.
+`AdamRule` is the paper, a step of one bucket from top to bottom; `OnebitAdam` is the optimizer that uses it. The
+variance between dense steps is in `frozen_variance.py`, the schedule in `arithmetic/schedule.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def as_float32(number: float) -> float:
-    """Rounded to float32."""
+    """The number rounded to float32."""
     return ctypes.c_float(number).value
 
 
@@ -42,13 +42,19 @@ MOMENTUM_OF = ("gradients", "moves")
 
 
 class AdamRule(Rule):
-    """1-bit Adam's three kinds of steps, by `DenseSteps`.
+    """1-bit Adam's three kinds of steps, scheduled by `DenseSteps`.
 
-    - *warmup*: the mean gradient travels in `warmup_codec`; m and v are Adam's, or m is LaProp's: see `OnebitAdam`.
-    - *compressed*: c_i = β1·m/D + (1-β1)·g_i/D + e_i travels in one bit in both phases; what comes back is the new m/D.
-      g_i/D is g_i/√(D² + w·g_i²): a gradient far beyond the old D counts in D.
-    - *refresh*: the mean gradient ḡ travels in `warmup_codec` again; v takes it in, D is made anew, and
-      m/D ← β1·m/D + (1-β1)·ḡ/D.
+    - *warmup*: the mean gradient is exchanged in `warmup_codec`; m and v are Adam's, or m is LaProp's: see
+    `OnebitAdam`. - *compressed*: c_i = β1·m/D + (1-β1)·g_i/D + e_i is sent in one bit in both phases; the result is the
+    new m/D. g_i/D is g_i/√(D² + w·g_i²): a gradient far beyond the old D counts in D. - *refresh*: the mean gradient ḡ
+    is exchanged in `warmup_codec` again; v takes it in, D is computed anew, and m/D ← β1·m/D + (1-β1)·ḡ/D.
+
+    Args:
+        freeze_step: Number of warm-up steps, or "auto", as in `DenseSteps`.
+        warmup_codec: Format of gradients.
+        bias_correction: Whether m and v are corrected for their start from zero.
+        variance_floor: Least variance, as a share of a block's mean.
+        momentum_of: "gradients" (default) or "moves", as in `OnebitAdam`.
     """
 
     kind = "1-bit Adam"
@@ -93,6 +99,7 @@ class AdamRule(Rule):
         return self.compressed_step(bucket, scale)
 
     def dense_step(self, bucket: Bucket, scale: float) -> BucketStep:
+        """A warm-up step or a refresh of a bucket: exchanges gradients."""
         group = bucket.group
         g, decision = yield from self.placement.mean_gradient(bucket, self._codec_of_gradients(), scale)
         if bucket.phase == "warmup":
@@ -104,7 +111,7 @@ class AdamRule(Rule):
             m_over_D = self.variance.refresh(bucket, g, self.last_average(bucket), group)
             g.copy_(m_over_D)
             pack_momentum(self.placement, bucket, m_over_D, group["betas"][0])
-            del m_over_D  # the step waits for the others' with what it holds
+            del m_over_D  # this step may wait for other buckets below: free the memory first
             self.mask_state(bucket)
             bucket.wires.pop(self.warmup_codec, None)  # refreshes are rare: their buffers are not kept
             g.mul_(self._correction(bucket))
@@ -112,6 +119,7 @@ class AdamRule(Rule):
         self._move(bucket, decision, weight_K, decay_K)
 
     def compressed_step(self, bucket: Bucket, scale: float) -> BucketStep:
+        """A step of a bucket that exchanges momentum in one bit."""
         (beta1, _), share = bucket.group["betas"], self._share_of_a_gradient(bucket)
         D, old = bucket.rows(bucket.flat["denominator"]), bucket.frames
         assert old is not None and bucket.ef is not None
@@ -127,7 +135,7 @@ class AdamRule(Rule):
 
     def ahead(self, bucket: Bucket) -> float:
         group = bucket.group
-        weight: float = float(group["lr"]) * group["betas"][0] * self._correction(bucket)  # as Nesterov's gradients
+        weight: float = float(group["lr"]) * group["betas"][0] * self._correction(bucket)  # where Nesterov looks
         return weight
 
     def look_ahead(self, bucket: Bucket, decision: Decision, weight: float) -> None:
@@ -141,10 +149,10 @@ class AdamRule(Rule):
                 p.add_(view, alpha=weight)
 
     def take_over(self, bucket: Bucket, decision: Decision) -> BucketStep:
-        """The rest of a compressed step, whose exchange is over and was good."""
+        """The rest of a compressed step, after an exchange that was good: residuals, momentum, parameters."""
         assert bucket.ef is not None
         bucket.ef.commit()
-        frames = self.placement.swap_frames(bucket)  # what has arrived is the new m/D
+        frames = self.placement.swap_frames(bucket)  # the frames that have arrived are the new m/D
         self.mask_state(bucket)
         if bucket.masks is not None:
             weight_K, decay_K = yield from self.weights(bucket, was_dense=False)
@@ -156,17 +164,17 @@ class AdamRule(Rule):
             self.placement.apply(bucket, decision, frames, weight_K, keep_K)
 
     def follow(self, bucket: Bucket, decision: Decision) -> None:
-        if bucket.masks is None:  # those have moved: their moves lie in memory that the next exchange writes
+        if bucket.masks is None:  # with masks they have moved: their update is in memory that the next exchange uses
             self.placement.apply(bucket, decision, bucket.frames, *self._moves(bucket))
 
     def why_members_stay(self) -> str:
         return ""
 
     def observe(self, bucket: Bucket, scale: float, own: float) -> None:
-        """What LAMB wants to know of scale·g_i over D before it is sent."""
+        """Called with scale·g_i before it is sent, for LAMB, which estimates the change of D from it."""
 
     def weights(self, bucket: Bucket, *, was_dense: bool) -> Generator[Work | Meeting, Answer, tuple[Tensor, Tensor]]:
-        """weight, decay: p ← (1 - decay)·p - weight·m̂/D for each parameter of the bucket. float32 [K]."""
+        """weight and decay in p ← (1 - decay)·p - weight·m̂/D for each parameter of the bucket, float32 [K]."""
         group, K = bucket.group, len(bucket.params)
         lr = float(group["lr"])
         weight, decay = (
@@ -174,12 +182,12 @@ class AdamRule(Rule):
             for number in (lr, lr * group["weight_decay"])
         )
         return weight, decay
-        yield  # a generator, as LAMB's, which asks for norms here
+        yield  # a generator like LAMB's, which exchanges norms here
 
     def moves(self, bucket: Bucket) -> Generator[Work | Meeting, Answer, tuple[Tensor, Tensor]]:
-        """weight, keep: p ← keep·p + weight·(m/D as it travels), in a compressed step. float32 [K]; only read."""
+        """weight and keep in p ← keep·p + weight·(m/D in the frames), for a compressed step. float32 [K]; only read."""
         return self._moves(bucket)
-        yield  # a generator, as LAMB's
+        yield  # a generator like LAMB's
 
     def _moves(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         group = bucket.group
@@ -190,7 +198,7 @@ class AdamRule(Rule):
         return self.placement.constant(bucket, weight), self.placement.constant(bucket, keep)
 
     def _move(self, bucket: Bucket, decision: Decision, weight_K: Tensor, decay_K: Tensor) -> None:
-        """The same with m̂/D in the buffer."""
+        """p ← (1 - decay)·p - weight·m̂/D for each parameter, with m̂/D in the buffer."""
         for view, p, weight, decay in zip(bucket.views, bucket.local_values, weight_K, decay_K, strict=True):
             view.mul_(weight).addcmul_(p.float(), decay)
         self.placement.move(bucket, decision)
@@ -201,11 +209,11 @@ class AdamRule(Rule):
         return self._is_dense(bucket.group_index, bucket.step)
 
     def keeps_variance(self, bucket: Bucket) -> bool:
-        """Whether the bucket takes these steps: here all do."""
+        """Whether the bucket has a variance and takes these steps: here all do."""
         return True
 
     def _is_dense(self, g: int, step: int) -> bool:
-        """Whether gradients of group g travel in the step after this many."""
+        """Whether gradients of group g are exchanged in the step after this number of steps."""
         return self.policy.compresses is False or self.schedule.is_dense(self.variance.seen_steps(g, step))
 
     def round_name(self) -> str:
@@ -215,10 +223,10 @@ class AdamRule(Rule):
         return Bf16Codec(self.codec.block) if self.policy.compresses is False else self.warmup_codec
 
     def _share_of_a_gradient(self, bucket: Bucket) -> float:
-        """What a gradient would weigh in a refresh in this step. Divided among those who send one: see `normalised`.
+        """The weight that a gradient would have in a refresh in this step. It is divided among the ranks that send one.
 
-        Where there are no refreshes, 1 - β2: a weight that grew with the age of a variance that is frozen for good cost
-        2 % of the byte LM's loss (scripts/records/study_2026-11.md).
+        See `normalised`. Without refreshes it is 1 - β2: a weight that grew with the age of a variance that is frozen
+        for good cost 2 % of the byte LM's loss (scripts/records/study_2026-11.md).
         """
         beta2: float = bucket.group["betas"][1]
         if isinstance(self.schedule.freeze_step, int):
@@ -246,7 +254,7 @@ class AdamRule(Rule):
         return phase
 
     def _release_buffers(self) -> None:
-        """Of buckets whose gradients do not travel for a while. In a hierarchy they come through it in every step."""
+        """Free the buffers of buckets that exchange no gradients for a while. A hierarchy uses them in every step."""
         if not self.policy.compresses or self.placement.hierarchy.local_size > 1:
             return
         seen = [self.variance.seen_steps(g, int(count)) for g, count in enumerate(self.steps)]
@@ -260,12 +268,12 @@ class AdamRule(Rule):
         self.variance.look([bucket for bucket in self.buckets if self.keeps_variance(bucket)], before, self.parts)
 
     def _count_from_the_first(self) -> None:
-        """A state says nothing of when its variance has seen a gradient, if it has."""
+        """Count the warm-up from the first step: a dense state does not record when its variance saw a gradient."""
         self.variance.unseen = None
         self._look([0] * len(self.steps))
 
     def _freeze_where_due(self) -> None:
-        """End the warm-up of the groups whose momentum is to travel next: v becomes D, m goes into frames."""
+        """End the warm-up of the groups that exchange momentum next: v becomes D, and m is packed into frames."""
         due = [bucket for bucket in self.buckets if bucket.phase == "warmup" and not self.averages_gradients(bucket)]
         if not due or not self.policy.decide():
             return
@@ -283,11 +291,11 @@ class AdamRule(Rule):
         return 1.0 - beta2 ** self._seen_steps(bucket) if self.bias_correction else 1.0
 
     def _seen_steps(self, bucket: Bucket) -> int:
-        """What t is in bias corrections: steps that have left nothing in m and v are none. At least 1."""
+        """The t of bias corrections: steps that have left nothing in m and v do not count. At least 1."""
         return max(self.variance.seen_steps(bucket.group_index, bucket.step), 1)
 
     def freeze(self, bucket: Bucket) -> None:
-        """The bucket's warm-up is over."""
+        """End the bucket's warm-up."""
         group, m, v_hat = bucket.group, bucket.flat[self._moment], bucket.flat["exp_avg_sq"]
         self._enter(bucket, "compressed")
         self._allocate_compressed(bucket)
@@ -304,7 +312,7 @@ class AdamRule(Rule):
 
     @property
     def _moment(self) -> str:
-        """What the warm-up's m is called: an average of moves by a name of its own, as torch's AdamW has one of m."""
+        """Name of the warm-up's m. For an average of updates another one: torch's AdamW would take it for its m."""
         return "exp_avg_update" if self._averages_moves else "exp_avg"
 
     def _denominator(self, bucket: Bucket) -> Tensor:
@@ -314,7 +322,7 @@ class AdamRule(Rule):
         return adam_denominator(v, beta2, eps, step=self._seen_steps(bucket), bias_correction=self.bias_correction)
 
     def check_state(self, where: str, state: State) -> None:
-        """In a warm-up m is what it is of; afterwards both are the same."""
+        """Raise ValueError if the state's warm-up averages something else; after the warm-up both are the same."""
         names = {name for entry in state["state"].values() for name in entry}
         found = [each for each, name in zip(MOMENTUM_OF, ("exp_avg", "exp_avg_update"), strict=True) if name in names]
         if "onebit" in state and any(each != self.momentum_of for each in found):
@@ -335,14 +343,14 @@ class AdamRule(Rule):
             self._allocate_compressed(bucket)
 
     def _enter(self, bucket: Bucket, phase: str) -> None:
-        """The bucket gives up all that it has, but for what is in its parameters."""
+        """Begin a phase: the bucket gives up all its state, except the parameters and their masters."""
         bucket.phase, bucket.flat = phase, {}
         bucket.frames, bucket.ef, bucket.live_J = None, None, None
         bucket.wires.clear()
         bucket.release_buffer()
 
     def _allocate_compressed(self, bucket: Bucket) -> None:
-        """What the bucket has beside D."""
+        """Allocate the state that the bucket has besides D."""
         n, W, device = bucket.layout.numel, self.placement.world_size, bucket.device
         bucket.ef = self.placement.new_errors(bucket)
         bucket.frames = torch.zeros(W, self.codec.frame_bytes(n // W), dtype=torch.uint8, device=device)
@@ -363,7 +371,7 @@ class AdamRule(Rule):
         super().mask_state(bucket)
         may_move = bucket.may_move()
         if may_move is not None and bucket.frames is not None and bucket.ef is not None:
-            # A frame of signs holds no zeros. Every rank owes what it says too much, so that β1·m + owed is 0 there.
+            # Sign frames contain no zeros. So subtract their masked values from the residual: β1·m + e is then 0 there.
             too_much = self.placement.unpacked(bucket, bucket.frames).mul_(1.0 - may_move)
             beta1 = bucket.group["betas"][0]
             bucket.ef.worker.sub_(bucket.own_rows(too_much).reshape(-1), alpha=beta1)
@@ -385,9 +393,9 @@ class AdamRule(Rule):
             spread_over(layout, states, "is_live", live_J.repeat_interleave(layout.block))
 
     def pack(self, bucket: Bucket, states: Sequence[ParameterState], beta1: float) -> Tensor | None:
-        """m is packed anew. Where its blocks are not those it was packed in, that leaves a residual r.
+        """Pack m into frames anew. If its blocks are not those in which it was packed, that leaves a residual r.
 
-        β1·r is added to what is owed: the next exchange sends β1·m + owed, as if nothing had been packed.
+        β1·r is added to the worker error: the next exchange sends β1·m + e, as if nothing had been packed.
         """
         layout, codec = bucket.layout, self.codec.on_host()
         m = flat_of(layout, states, "momentum")
@@ -401,7 +409,7 @@ class AdamRule(Rule):
         return frames
 
     def put_together(self, of_buckets: Sequence[tuple[Bucket, Sequence[ParameterState]]]) -> State:
-        """A block is live where any of its elements was."""
+        """The live blocks: a block is live if any of its elements was."""
         live = []
         for bucket, states in of_buckets:
             is_live = flat_of(bucket.layout, states, "is_live")
@@ -425,34 +433,41 @@ class OnebitAdam(CompressedOptimizer):
 
     Give it the plain model's parameters (not wrapped in DDP) and each rank's own loss; it averages over ranks itself.
     All ranks construct it with the same arguments and parameters, and call step() together; rank 0's initial values are
-    sent to all. Between warm-up and the end of the run, per step and bucket:
+    sent to all. After the warm-up, per step and bucket:
 
-    1. c_i = β1·m/D + (1-β1)·g_i/D + e_i on each rank, with D = √max(v̂, floor·blockmean) + eps, as the last dense step
-       left it (a g_i far beyond D counts in D: the divisor is √(D² + w·g_i²)); the signs and scales of c_i go to the
-       chunks' owners; e_i keeps the rest.
-    2. The owner averages, adds its own error, compresses again and sends the result, the new m/D, to all.
-    3. p ← p - lr·(m̂/D + wd·p).
+    1. Each rank computes c_i = β1·m/D + (1-β1)·g_i/D + e_i, with D = √max(v̂, floor·blockmean) + eps as the last dense
+    step left it (a g_i far beyond D counts in D: the divisor is √(D² + w·g_i²)). The signs and scales of c_i are sent
+    to the chunks' owners; the rest becomes e_i. 2. The owner averages, adds its own error, compresses again and sends
+    the result, the new m/D, to all. 3. p ← p - lr·(m̂/D + wd·p).
 
     The paper compresses m. D is the same on all ranks and fixed, so compressing m/D is the same algorithm in other
-    coordinates: those in which all elements of a block are of a size. Otherwise an element with a small D takes its
-    block's scale and moves by s/D; see `docs/differences.md`.
-
-    lr, betas, eps, weight_decay: as in torch.optim.AdamW; read anew from param_groups in every step (eps and betas[1]
-    act in dense steps). bias_correction: False leaves out both corrections.
-    freeze_step: warm-up steps, after which the variance never changes, as in the paper; or "auto": 100 steps, and a
-    refresh of the variance now and then, in 16 steps of every doubling of the step count.
-    warmup_codec: what gradients travel in, in warm-up and refreshes (default: `Int8Codec`; `IdentityCodec`: in full;
-    `Log4Codec`: half as many bytes).
-    momentum_of: what the warm-up's m averages. "gradients": it is Adam's, m̂/D. "moves": each gradient is divided by the
-    D of its own step before, as LaProp does (arXiv 2002.04839), and as m/D is averaged after the warm-up in any case.
-    variance_floor: see `floor_of_blocks`. The others: see `CommonOptions`.
+    coordinates, in which all elements of a block have about the same size. Otherwise an element with a small D takes
+    its block's scale and moves by s/D; see `docs/differences.md`. Source: arXiv 2102.02888.
 
     State on each rank, bytes per parameter: 8 in warm-up; then D 4, worker error 4 (bf16: 2), server error 4/W (2/W),
     m/D 0.13. Sends per rank 2·(W-1)/W·(8 + 16/block) bits per parameter in a dense step (`Log4Codec`: 4 in place of 8),
     2·(W-1)/W·(1 + 16/block) in the others.
 
-    Raises ValueError/TypeError at construction: bad options, unsupported dtypes, or parameters that differ between
-    ranks (named).
+    Args:
+        params: Parameters or groups, the same on all ranks.
+        lr: Learning rate, read from param_groups in every step, like the next three. Default 1e-3.
+        betas: Decay of momentum and variance; that of the variance acts in dense steps. Default (.9, .999).
+        eps: Added to D; acts in dense steps. Default 1e-8.
+        weight_decay: Decoupled weight decay. Default 1e-2.
+        freeze_step: Number of warm-up steps, after which the variance never changes, as in the paper. "auto" (default):
+            100 steps, and a refresh of the variance now and then, in 16 steps of every doubling of the step count.
+        warmup_codec: Format of gradients in warm-up and refreshes. `IdentityCodec` sends them in full, `Log4Codec`
+            halves the bytes. Default None: `Int8Codec`.
+        bias_correction: Whether m and v are corrected for their start from zero. Default True.
+        variance_floor: Least variance, as a share of its block's mean; see `floor_of_blocks`. Default .01.
+        momentum_of: What the warm-up's m averages. "gradients" (default): as Adam's, the step is m̂/D. "moves": each
+            gradient is divided by the D of its own step first, as in LaProp (arXiv 2002.04839), and as m/D is averaged
+            after the warm-up in any case.
+        **common: See `CommonOptions`.
+
+    Raises:
+        ValueError: An option is out of its range, or parameters differ between ranks; the message names them.
+        TypeError: An option has the wrong type, or a parameter an unsupported dtype.
     """
 
     def __init__(
