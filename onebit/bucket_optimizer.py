@@ -1,15 +1,15 @@
 """BucketOptimizer: the frame of a step, for every optimizer that exchanges its buckets compressed.
 
 Two families rest on it: `optimizer.py`, with the state on every rank, and `zero/sharded/optimizer.py`, with a part on
-each. A family says how its buckets are exchanged and decided on. Around that, the same for both:
+each. A family defines how its buckets are exchanged and decided. The rest of a step is the same for both:
 
-    step()      if ranks have different numbers of batches: does any go on? (`join`)
+    step()      if ranks have different numbers of batches: does any rank have one left? (`join`)
                 the family takes the step of all buckets, or all ranks skip it
                 now and then a vote on the replicas' bits
                 stats; an error after too many skipped steps in a row
 
-and what ranks say of a step before they take it: which it is, with which options, from which gradients. What a step
-may become, and when, is one table for both: `TRANSITIONS` of `step/driver.py`.
+So is the vote before a step: which step it is, with which options, from which gradients. One table defines the states
+of a step and the events that change them, for both: `TRANSITIONS` of `step/driver.py`.
 """
 
 from __future__ import annotations
@@ -61,9 +61,18 @@ if TYPE_CHECKING:
 class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
     """Base of both families. All ranks construct, step, load and add groups together.
 
-    A family's constructor checks its own options, binds its rule and its placement between `__init__`, which makes the
-    parts and may join other ranks, and `_construct`. parts: `model_parallel_group` of `CommonOptions`. hooks: whether
-    gradients are looked at as they come; see `Buckets`.
+    A family's constructor checks its options, calls `__init__`, which makes the parts and may join other ranks, binds
+    its rule and its placement, and then calls `_construct`.
+
+    Args:
+        parts: `model_parallel_group` of `CommonOptions`.
+        hooks: Whether to look at gradients as they are computed; see `Buckets`.
+        max_grad_norm: As in `SharedOptions`, like the following. Default 0.
+        transport: Default None: `onebit.comm.init()`.
+        bucket_cap_mb: float32 MiB per bucket at most. Default 16.
+        check_replicas_every: Steps between votes on the replicas' bits. Default 100.
+        max_consecutive_skips: Skipped steps in a row that are an error. Default `MOST_SKIPS`.
+        **torchs: See `TorchOptions`.
     """
 
     _step_supports_amp_scaling = True
@@ -109,15 +118,15 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         self._traffic, self._waited, self.computing = Traffic(self.transport), WaitClock(), StopWatch()
         self._watch = WrapperWatch(self.transport, self.model_parallel_group)
         self._join, self._is_paused = Join(), False
-        self._shown: dict[int, list[tuple[Tensor, State]]] = {}  # by bucket, what `publish` has shown
-        self._edit = ""  # what was found replaced; see `_look_for_edits`
+        self._shown: dict[int, list[tuple[Tensor, State]]] = {}  # by bucket, the states that `publish` has shown
+        self._edit = ""  # message on objects that were found replaced; see `_look_for_edits`
         self._used: list[GradientMark] = []  # the gradients of the last step
-        self._steps_here = 0  # of this object, whatever was loaded
-        self._lost: PeerError | None = None  # in backward, by a member of a run that goes on without it
-        self._change_is_due = False  # all have agreed to let newcomers in before the next step
+        self._steps_here = 0  # steps of this object, without those of a state that was loaded
+        self._lost: PeerError | None = None  # a lost peer among members, until the next step can continue without it
+        self._change_is_due = False  # all ranks have agreed to let newcomers in before the next step
 
     def _construct(self, params: object, defaults: dict[str, object]) -> None:
-        """torch's own construction, and the buckets of these parameters."""
+        """Construct torch's optimizer, and the buckets of these parameters."""
         if self._members is not None and (why := self._why_members_stay()):
             raise ValueError(
                 f"{type(self).__name__} cannot go on as its members come and go (onebit.membership): {why}"
@@ -130,15 +139,20 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         return "each rank has the only copy of a part of the state"
 
     def _new_stats(self) -> Stats:
-        """What the optimizer says of its last step."""
+        """The object for the figures of the last step."""
         return Stats()
 
     # ---------------------------------------------------------------- groups and buckets
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group; all ranks, at the same step.
+        """Add a group. All ranks, at the same step.
 
-        Raises ValueError/TypeError as the constructor, and is then as it was.
+        Args:
+            param_group: The group, as in torch.
+
+        Raises:
+            ValueError: As the constructor. The optimizer is then as it was, as for TypeError.
+            TypeError: As the constructor.
         """
         super().add_param_group(param_group)
         try:
@@ -150,7 +164,12 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
             raise
 
     def _check_group(self, where: str, group: Group) -> None:
-        """Raise ValueError or TypeError where a group is not for this optimizer. where: of the message."""
+        """Raise ValueError or TypeError if this optimizer cannot train a group.
+
+        Args:
+            where: Beginning of the message.
+            group: The group.
+        """
         check_group(where, group)
 
     def _build(self) -> None:
@@ -169,19 +188,25 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
 
     @abstractmethod
     def _options(self) -> dict[str, object]:
-        """The family's own, and its rule's."""
+        """The options of the family and of its rule, by name."""
 
     @abstractmethod
     def begin_group(self, g: int) -> None:
-        """Called by `Buckets`: group g has been checked."""
+        """Called by `Buckets` when group g has been checked."""
 
     @abstractmethod
     def new_bucket(self, g: int, members: Sequence[tuple[Tensor, str]], device: torch.device) -> B:
-        """Called by `Buckets`: a bucket of these parameters of group g."""
+        """Make a bucket of these parameters of group g. Called by `Buckets`.
+
+        Args:
+            g: Index of the group.
+            members: (parameter, name) pairs.
+            device: Device of the parameters.
+        """
 
     @abstractmethod
     def states_of(self, bucket: B) -> list[State]:
-        """The state of each of its parameters by name, as torch shows it: views of the flat tensors."""
+        """The state of each parameter of a bucket by name, as torch shows it: views of the flat tensors."""
 
     def publish(self, bucket: B) -> None:
         """Show the bucket's state in optimizer.state."""
@@ -189,11 +214,11 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         self.state.update((p, dict(state)) for p, state in self._shown[bucket.index])
 
     def _look_at_groups(self) -> None:
-        """Note for the next vote whether parameters were replaced in param_groups, and take it back."""
+        """Look for parameters that were replaced in param_groups; undo it, and note it for the next vote."""
         self._note_edit(self.buckets.find_edit(self._check_group))
 
     def _look_for_edits(self) -> None:
-        """As `_look_at_groups`, and whether tensors were in optimizer.state."""
+        """Look for replaced objects in param_groups, as `_look_at_groups` does, and in optimizer.state."""
         self._look_at_groups()
         has_others, edit = edit_of_state(self.state, self._shown.values())
         if has_others:
@@ -206,19 +231,19 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
             self._edit = f"rank {self.transport.rank}: {edit}"
 
     def _refuse_edits(self) -> None:
-        """Raise RuntimeError where there are any, on this rank alone."""
+        """Raise RuntimeError if objects were replaced, on this rank alone."""
         self._look_for_edits()
         if self._edit:
             raise RuntimeError(self._edit)
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state on this rank. Without bucket and wire buffers."""
+        """Bytes of optimizer state on this rank, without the buffers of buckets and wires."""
         return sum(bucket.state_bytes() for bucket in self.buckets)
 
     # ---------------------------------------------------------------- step
 
     def gradient_is_ready(self, p: Tensor) -> None:
-        """p's gradient has just been accumulated. Called by its hook."""
+        """Called by p's hook when its gradient has just been accumulated."""
         if self._lost is not None or self._change_is_due:
             return  # this step is sent in step()
         try:
@@ -230,14 +255,14 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
 
     @abstractmethod
     def on_gradient(self, p: Tensor) -> None:
-        """As `gradient_is_ready`, for the family."""
+        """`gradient_is_ready` of the family; PeerErrors are handled by its caller."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here only accumulate; gradients leave in the first pass outside. As in DDP.
+        """In this block backward passes only accumulate; gradients are sent in the first pass after it. As in DDP.
 
-        Needed by the sharded optimizers at stage 2. Elsewhere passes are counted: as long as every step has as many as
-        the one before it, gradients are sent once without it, and otherwise twice.
+        The sharded optimizers need it at stage 2. Others count passes: as long as every step has the same number of
+        passes as the one before it, they send gradients once even without this block, and otherwise twice.
         """
         self._is_paused, before = True, self._is_paused
         try:
@@ -248,19 +273,30 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
     @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update from this rank's gradients; all ranks. See the module docstring for the sequence.
+        """Update the parameters once, from this rank's gradients. All ranks. The module docstring has the sequence.
 
-        Under GradScaler the loss scale is taken out here, and an overflow on one rank makes all skip. Raises PeerError
-        if a peer is lost, DesyncError if the ranks are not in the same step with the same options, ReplicaError if the
-        replicas are no longer identical, SkippedStepsError if too many steps in a row were skipped, RuntimeError if
-        on any rank parameters were replaced in the groups, or tensors in the state: see `usage/edits.py`.
+        Under GradScaler the loss scale is divided out here, and an overflow on one rank makes all skip.
+
+        Args:
+            closure: Computes the loss, as in torch. Default None.
+
+        Returns:
+            The closure's loss; None without a closure.
+
+        Raises:
+            PeerError: A peer is lost.
+            DesyncError: The ranks are not in the same step with the same options.
+            ReplicaError: The replicas are no longer identical.
+            SkippedStepsError: Too many steps in a row were skipped.
+            RuntimeError: On some rank parameters were replaced in the groups, or tensors in the state: see
+                `usage/edits.py`.
         """
         self.computing.stop()
         loss = None if closure is None else loss_of(closure)
         self._look_for_edits()
         if not self.buckets:
             self._refuse_edits()
-            self._join.is_finished = False  # no rank has any
+            self._join.is_finished = False  # no rank has buckets: end the loop of `join`
             present = [[gradient_of(p) is not None for p in self.buckets.frozen]]
             refuse_unfrozen(self.transport.rank, list(self.buckets.frozen.values()), present)
             return loss
@@ -284,9 +320,9 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         return loss
 
     def _take_step_of(self, members: Members) -> Sequence[str] | None:
-        """`_take_step` among members that come and go: once more, among those who are left, if one is lost meanwhile.
+        """`_take_step` among members that come and go: if one is lost, the remaining ones take the step again.
 
-        If the others have taken this step, and this rank was cut off before it could, it takes over what they have.
+        If the others have taken this step, and this rank was cut off before it could, it takes over their state.
         """
         if members.roster is None:
             raise RuntimeError(
@@ -309,7 +345,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
                     return None  # taken and written; the members meet before the next one
 
     def leave_world(self) -> State:
-        """This and the next three: see `membership.change.Changing`."""
+        """See `membership.change.Changing`, also for the next three."""
         raise NotImplementedError
 
     def for_others(self, state: State) -> State:
@@ -322,25 +358,30 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         raise NotImplementedError
 
     def _forget_step(self) -> None:
-        """Drop the step under way without waiting for anybody. Nothing of it was written; gradients stay."""
+        """Drop the step under way without waiting for other ranks. Nothing of it was written; gradients stay."""
         if self._driver.state is not StepState.IDLE:
             self._driver.skip()
         self.overlap.end_step()
         self.rule.end_step()
 
     def _unscale(self) -> float:
-        """What gradients are to be multiplied by: GradScaler sets grad_scale."""
+        """The factor that undoes the loss scale: GradScaler sets grad_scale."""
         return 1.0 / float(getattr(self, "grad_scale", None) or 1.0)
 
     @abstractmethod
     def _take_step(self, scale: float) -> Sequence[str] | None:
-        """All buckets' step, from their gradients times scale. None; where all ranks have skipped it, what is bad here.
+        """Take the step of all buckets.
 
-        That is the names of this rank's parameters whose gradients are not finite.
+        Args:
+            scale: Factor of their gradients.
+
+        Returns:
+            None if the step was taken. If all ranks have skipped it: the names of this rank's parameters with gradients
+            that are not finite.
         """
 
     def _begin(self) -> None:
-        """Unless the step has begun: what kind it is. Once, as learning rates may be edited before step()."""
+        """Begin the step and decide its kind, unless it has begun: learning rates may be edited before step()."""
         if self._driver.state is StepState.IDLE:
             self._look_at_groups()
             self._driver.begin()
@@ -351,7 +392,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         """Begin the steps of the buckets that backward has not sent, with their gradients times scale."""
 
     def _count_resent(self, ranks: Sequence[int]) -> None:
-        """The step was sent twice, as gradients of these ranks have changed since; of none: once."""
+        """Count a step that was sent twice, because gradients of these ranks had changed; for no ranks, once."""
         if ranks and self.overlap.resent_steps == 0:
             refuse_wrapper(self.transport, self.buckets.params)
         self.overlap.count_resent(ranks)
@@ -363,7 +404,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         self.rule.end_step()
 
     def _drop_step(self) -> None:
-        """Drop what a backward pass has begun that no step() will follow. All ranks. Nothing of it was written."""
+        """Drop a step that backward has begun and no step() will end. All ranks. Nothing of it was written."""
         if self._driver.launched:
             self._launch_rest(1.0)
             self._driver.meet()
@@ -383,19 +424,19 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
 
     @abstractmethod
     def steps_taken(self) -> int:
-        """How many steps of the training have been taken."""
+        """Number of training steps that were taken."""
 
     @abstractmethod
     def check_replicas(self) -> None:
-        """Vote on the bits of all that replicas have in common; ReplicaError on all ranks where they differ."""
+        """Compare the bits that replicas have in common. All ranks; raises ReplicaError on all if they differ."""
 
     def _header(self, kind: str) -> Header:
-        """What this rank is about to do."""
+        """The header of this rank's next step."""
         kind, step = f"{type(self).__name__}, {kind}", self.steps_taken() + 1
         return Header.of(self.param_groups, step, kind, is_finished=self._join.is_finished, edit=self._edit)
 
     def _call_roll(self, kind: str) -> list[Header]:
-        """Every rank's header, before anything else of the step is sent. Raises DesyncError."""
+        """Every rank's header, before anything else of the step is sent. All ranks. Raises as `check_headers` does."""
         with self._waited.running():
             mine, device = self._header(kind), self.buckets[0].device
             headers = gather_headers(self.transport, mine, device)
@@ -403,12 +444,12 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         return headers
 
     def _own_vote(self, buckets: Sequence[B], *, resends: bool = False, note: bytes = b"") -> tuple[Header, StepVote]:
-        """This rank's vote on these buckets, without the sums of their gradients, and the header that it sums up."""
+        """This rank's header, and its vote on these buckets, without the sums of their gradients."""
         header = self._header(self.rule.round_name())
         return header, StepVote(self._summary(header, buckets, resends), self._present(buckets), note=note)
 
     def _summary(self, header: Header, buckets: Sequence[B], resends: bool) -> Summary:
-        """The header as it travels in a vote on these buckets, and whether their gradients are someone else's."""
+        """The summary of the header for a vote on these buckets; in the first steps with a digest of gradients."""
         repeats = are_used_again(self.buckets.params, self._used)
         is_watched = self._watch.is_on(self._steps_here)
         gradients = gradient_digest(bucket.gradients() for bucket in buckets) if is_watched else NOT_COMPARED
@@ -416,7 +457,10 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         return header.summary(resends=resends, repeats=repeats, changes=changes, gradients=gradients)
 
     def _present(self, buckets: Sequence[B]) -> list[bool]:
-        """Which of these buckets' parameters have a gradient here; after the last bucket's, the frozen ones'."""
+        """For each parameter of these buckets, whether it has a gradient here.
+
+        The frozen parameters follow those of the last bucket.
+        """
         present = self.rule.present([p for bucket in buckets for p in bucket.params])
         if buckets[-1] is self.buckets[-1]:
             present += [gradient_of(p) is not None for p in self.buckets.frozen]
@@ -426,24 +470,26 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Around a loop over batches of which ranks may have different numbers. All ranks. As torch's Join.
+        """Wrap a loop over batches whose number may differ between ranks, as torch's Join. All ranks.
 
             with optimizer.join():
                 for x, y in loader:
                     ...
 
-        A rank that is through takes part in the steps of the others, without gradients, until all are: the mean is over
-        all ranks, so that what it would have had counts as zero. Its parameters stay the others' bits, and it takes
-        over their learning rates, betas and weight decays; its scheduler knows nothing of these steps:
-        `stats.shadow_steps` says how many there were. Costs a header per step to each peer, and the overlap with
-        backward. Raises RuntimeError between a backward pass and its step; in the loop as `step`.
+        A rank that has finished takes part in the steps of the others, without gradients, until all have finished. The
+        mean is over all ranks: its missing gradients count as zero. Its parameters stay bit-identical to the others',
+        and it takes over their learning rates, betas and weight decays. Its scheduler does not know of these steps:
+        `stats.shadow_steps` counts them. Costs a header per step to each peer, and the overlap with backward.
+
+        Raises:
+            RuntimeError: It is called between a backward pass and its step; in the loop as `step`.
         """
         self._check_at_rest("join()")
         with self._join.loop(self._shadow_step):
             yield
 
     def _check_at_rest(self, what: str) -> None:
-        """Raise RuntimeError if a backward pass has sent a bucket of a step that step() has not ended."""
+        """Raise RuntimeError if backward has sent a bucket of a step that step() has not ended."""
         if self._driver.launched:
             raise RuntimeError(
                 f"rank {self.transport.rank}: {what} between a backward pass, whose gradients have left, and its step; "
@@ -462,13 +508,13 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
     # ---------------------------------------------------------------- states
 
     def _resume(self) -> None:
-        """A state was loaded: votes and skips are counted from it, and what was edited before is made good."""
+        """Begin to count votes and skips anew, and forget earlier edits, because a state was loaded."""
         self._edit = ""
         self.replica_check.restart(self.steps_taken())
         self.skip_limit.in_a_row = 0
 
     def __setstate__(self, state: State) -> None:
-        """Called by torch's load_state_dict, with new groups."""
+        """Take torch's new groups. Called by torch's load_state_dict."""
         super().__setstate__(state)
         self.buckets.link(self.param_groups)
 
