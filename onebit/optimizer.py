@@ -1,18 +1,18 @@
 """CompressedOptimizer: a torch optimizer that does all data-parallel traffic itself, in every phase.
 
-It receives each rank's own gradients; the model is not wrapped. A rule (`rule.py`) says what a step of one bucket is;
-here the steps of all buckets are begun, decided and committed. One step, top to bottom:
+It receives each rank's own gradients; the model is not wrapped. A rule (`rule.py`) defines the step of one bucket; here
+the steps of all buckets are begun, decided and committed. One step, top to bottom:
 
     backward    a bucket whose gradients are complete begins its step while earlier layers still compute
                 (`step/overlap.py`)
     step()      the other buckets begin theirs; a vote: whether all ranks are in the same step with the same options,
                 which parameters have a gradient anywhere, the global norm; all buckets come to their meeting
-                the vote and whether what arrived is finite, read in one wait for the device
-                where a gradient has changed since it was sent, on any rank, all buckets begin once more
-                what is not finite on any rank shows in all ranks' frames: all skip, nothing was written
-                all buckets are told the decision, and commit: errors, momentum, variance, parameters
+                the vote and whether the frames that arrived are finite, read in one wait for the device
+                if a gradient has changed since it was sent, on any rank, all buckets begin once more
+                a value that is not finite on any rank shows in all ranks' frames: all skip, nothing was written
+                all buckets receive the decision, and commit: errors, momentum, variance, parameters
 
-Nothing is written before the decision, so a skipped step leaves no trace. What surrounds a step is in
+Nothing is written before the decision, so a skipped step leaves no trace. The frame of a step is in
 `bucket_optimizer.py`, buckets in `layout/buckets.py`, states and checkpoints in `checkpoint/optimizer_state.py`.
 """
 
@@ -73,26 +73,27 @@ class CommonOptions(SharedOptions, total=False):
 
     Parameters in bfloat16 or float16 have float32 masters in the state (`layout/masters.py`), 4 bytes per element: the
     steps are those of float32 parameters with the same gradients, to the bit. One rank alone sends nothing and takes
-    the same steps: its momentum is rounded to one bit, and its worker and server errors give back what that left out;
-    so the script and its checkpoints are those of several ranks.
+    the same steps: its momentum is rounded to one bit, and its worker and server errors carry over the residuals; so
+    the script and its checkpoints are those of several ranks.
 
-    max_grad_norm: exact while gradients travel, estimated from each rank's norm and its product with the momentum
-    otherwise. It then costs the overlap with backward.
-    model_parallel_group: where the parameters are DTensors, each rank of the transport holding the same shard of
-    another replica (`onebit.zero.grid`), the transport between the shards of one replica, or the grid's
-    `ModelParallelGroup` where others hold other layers. It carries what concerns the whole model: 8 to 32 bytes a step
-    to each peer, and LAMB's norms. codec: what momentum travels in; its block size and kind of scale.
+    max_grad_norm: exact while gradients are exchanged; otherwise estimated from each rank's norm and its product with
+        the momentum, which costs the overlap with backward.
+    model_parallel_group: if the parameters are DTensors and each rank of the transport holds the same shard of another
+        replica (`onebit.zero.grid`), the transport between the shards of one replica; if others hold other layers, the
+        grid's `ModelParallelGroup`. It carries messages about the whole model: 8 to 32 bytes a step to each peer, and
+        LAMB's norms.
+    codec: format of momentum: its block size and kind of scale.
     error_dtype: torch.bfloat16 halves the worker and server errors.
-    compression: "auto" measures the network once, before the first one-bit step, and where one bit would gain nothing
-    gradients travel in bfloat16 from there on, which rank 0 logs; "always" asks nothing.
-    overlap: send buckets during backward. Where gradients change before step() all the same, they are sent once more,
-    and after three such steps in a row nothing is sent during backward any more.
-    delay: of `OnebitAdam` alone. 1: the one-bit exchange of a step travels under the compute of the next one, at whose
-    end parameters move by it, with the learning rate it was sent with. A step takes the longer of compute and traffic,
-    not their sum, and gradients are those of parameters one step older. Meanwhile parameters look ahead, as for
-    Nesterov's gradient: p - lr·β1·m/D with the last step's numbers, taken back when the step lands. Buckets leave in
-    step(), whatever `overlap` says. Warm-up and refreshes land what is under way and have no delay. `sync()` lands it
-    before an evaluation or an export.
+    compression: "auto" measures the network once, before the first one-bit step; if one bit would gain nothing,
+        gradients are sent in bfloat16 from then on, which rank 0 logs. "always" does not measure.
+    overlap: send buckets during backward. If gradients change before step() all the same, they are sent once more;
+        after three such steps in a row nothing is sent during backward any more.
+    delay: of `OnebitAdam` alone. 1: the one-bit exchange of a step runs while the next one computes, at the end of
+        which parameters move by it, with the learning rate with which it was sent. A step takes the longer of compute
+        and traffic, not their sum, and gradients are those of parameters one step older. Meanwhile parameters look
+        ahead, as for Nesterov's gradient: p - lr·β1·m/D with the last step's numbers, taken back when the step lands.
+        Buckets are sent in step(), whatever `overlap` is. Warm-up and refreshes land the step under way and have no
+        delay. `sync()` lands it before an evaluation or an export.
     """
 
     model_parallel_group: ModelParallelGroup | Transport | None
@@ -104,7 +105,20 @@ class CommonOptions(SharedOptions, total=False):
 
 
 class CompressedOptimizer(BucketOptimizer[Bucket]):
-    """Base of the family; arguments: see `CommonOptions`. All ranks construct, step, load and add groups together."""
+    """Base of the family. All ranks construct, step, load and add groups together.
+
+    Args:
+        params: Parameters or groups, the same on all ranks.
+        defaults: Defaults of the groups' options.
+        rule: The algorithm.
+        model_parallel_group: As in `CommonOptions`, like the following. Default None: the model is whole.
+        codec: Format of momentum. Default None: `SignCodec()`.
+        error_dtype: Dtype of the worker and server errors. Default torch.float32.
+        compression: "auto" (default) or "always".
+        overlap: Whether to send buckets during backward. Default True.
+        delay: 0 (default) or 1.
+        **shared: See `SharedOptions`.
+    """
 
     rule: Rule
 
@@ -140,7 +154,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             self.transport, self.codec, self.buckets, self.model_parallel_group, self._traffic, self.computing
         )
         self._driver: Driver[Bucket] = Driver(self.transport, self.placement.hierarchy.phases)
-        self._roll: HeadersUnderWay | None = None  # asked for, and not read
+        self._roll: HeadersUnderWay | None = None  # headers that were sent and not read
         self.delay = delay
         self.ahead: Lookahead | None = None  # how far parameters may look while a step is under way
         self._delayed = DelayedSteps(self._driver, self.buckets, self.rule, self.placement, self.computing)
@@ -156,6 +170,11 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     @max_grad_norm.setter
     def max_grad_norm(self, norm: float) -> None:
+        """The norm to which mean gradients are clipped; 0: off. Setting it takes effect in the current step. All ranks.
+
+        Raises:
+            RuntimeError: It is set for the first time after backward has sent gradients that it would clip.
+        """
         if not norm >= 0:
             raise ValueError(f"max_grad_norm must be at least 0 (0: off), got {norm}")
         before, self.clipper.max_norm = self.clipper.max_norm, norm
@@ -189,12 +208,12 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         }
 
     def begin_group(self, g: int) -> None:
-        """Called by `Buckets`: the group's masks and its count of steps."""
+        """Read the group's masks and make its count of steps. Called by `Buckets`."""
         self._masks.append(read_masks(self.transport.rank, g, self.param_groups[g], self.buckets.named(g)))
         self.steps.append(torch.tensor(0.0, dtype=torch.float32, device="cpu"))
 
     def read_masks(self) -> None:
-        """Take over the groups' "exp_avg_mask" as they are now. Raises ValueError if one does not fit."""
+        """Take over the groups' current "exp_avg_mask". Raises ValueError if one does not fit."""
         rank, groups = self.transport.rank, enumerate(self.param_groups)
         self._masks = [read_masks(rank, g, group, self.buckets.named(g)) for g, group in groups]
         for bucket in self.buckets:
@@ -205,7 +224,13 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return None if masks is None else [masks[p] for p in params]
 
     def new_bucket(self, g: int, members: Sequence[tuple[Tensor, str]], device: torch.device) -> Bucket:
-        """Called by `Buckets`: a bucket of these parameters of group g, in warm-up."""
+        """Make a bucket of these parameters of group g, in warm-up. Called by `Buckets`.
+
+        Args:
+            g: Index of the group.
+            members: (parameter, name) pairs.
+            device: Device of the parameters.
+        """
         params, names = [p for p, _ in members], [name for _, name in members]
         layout = lay_out([local(p).shape for p in params], self.codec.block, self.transport.world_size)
         bucket = Bucket(
@@ -233,20 +258,20 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return [{"step": bucket.steps, **state} for state in bucket.states()]
 
     def relay(self) -> None:
-        """Lay all buckets out for the transport's ranks as they are now. Their flat state is to be made anew."""
+        """Lay all buckets out for the transport's current ranks. The caller then allocates their flat state anew."""
         for bucket in self.buckets:
             layout = lay_out(bucket.layout.shapes, self.codec.block, self.transport.world_size)
             bucket.relay(layout, self.transport.rank)
 
     def buffer_bytes(self) -> int:
-        """Bytes of buckets and wire buffers on this rank; what DDP calls its buckets."""
+        """Bytes of the buffers of buckets and wires on this rank, which correspond to DDP's buckets."""
         tensors = [tensor for bucket in self.buckets for tensor in bucket.buffers()]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     # ---------------------------------------------------------------- backward: complete buckets begin their step
 
     def on_gradient(self, p: Tensor) -> None:
-        """p's gradient has just been accumulated. Called by its hook."""
+        """Send the buckets that are complete. Called by p's hook when its gradient has just been accumulated."""
         if type(p.grad) is not Tensor:
             detach_version_(p.grad)
         if self._driver.state is StepState.SUSPENDED:
@@ -254,7 +279,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if self._is_paused:
             return
         is_complete = self.overlap.count_pass(p, self.buckets.of[p])
-        # A hook has something to do if a bucket is complete, or if other ranks' parts may have come meanwhile.
+        # A hook has work if a bucket is complete, or if data of other ranks may have arrived meanwhile.
         if not (is_complete or self._driver.due or self._roll is not None) or not self.overlap.is_possible:
             return
         if self._join.is_on or self._driver.state is StepState.SUSPENDED:
@@ -275,12 +300,12 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return self.delay > 0 and not any(map(self.rule.averages_gradients, self.buckets))
 
     def _next_complete(self) -> Bucket | None:
-        """The next bucket to leave, once all of its gradients are there."""
+        """The next bucket to send, if all of its gradients are complete."""
         rest = self.buckets[self._driver.launched :]
         return rest[0] if rest and self.overlap.is_complete(rest[0]) else None
 
     def _launch(self, bucket: Bucket, scale: float = 1.0, *, in_backward: bool = False) -> None:
-        """Begin the step of the next bucket, with its gradients times scale. Also where a gradient is missing here."""
+        """Begin the step of the next bucket, with its gradients times scale, even if a gradient is missing here."""
         self.overlap.mark_sent(bucket, with_bits=in_backward and is_inspected(self._steps_here))
         self._driver.launch(bucket, self.rule.step(bucket, scale), is_alone=self._is_delayed)
 
@@ -292,9 +317,13 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
                 self._launch(bucket, scale)
 
     def _all_begin(self, *, is_awaited: bool) -> bool:
-        """Whether the first bucket may leave: where the rule asks first, once all ranks' headers are here.
+        """Whether the first bucket may be sent: if the rule asks first, after all ranks' headers have arrived.
 
-        Waits for them only if told to. Raises DesyncError.
+        Args:
+            is_awaited: Whether to wait for them.
+
+        Raises:
+            DesyncError: The ranks are in different steps, or use different options.
         """
         if self._driver.launched or not self.rule.asks_first or self.rule.is_silent():
             return True
@@ -307,7 +336,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         with self._waited.running():
             headers = self._roll.read()
         if not is_awaited and any(header.edit for header in headers):
-            return False  # step() says so on all ranks
+            return False  # step() raises the error on all ranks
         roll, self._roll = self._roll, None
         check_headers(self.transport, roll.mine, headers, self.buckets[0].device)
         return True
@@ -323,7 +352,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             ballot = None if self.rule.is_silent() else self._send(scale, resends)
         finally:
             if self.delay:
-                self._delayed.follow()  # after what has been launched: the wire need not wait for it
+                self._delayed.follow()  # after the launches, so that the network need not wait for it
         if self.rule.is_silent():
             decision: Decision | None = self._decide_alone(scale)
         else:
@@ -338,11 +367,14 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return landed
 
     def _send(self, scale: float, resends: bool) -> Ballot | None:
-        """Launch the buckets that have not left, and the vote. None, on all ranks, where a norm is not finite on any.
+        """Launch the remaining buckets, and the vote. None, on all ranks, if a norm is not finite on any.
 
-        scale: what gradients are to be multiplied by. resends: what this rank has sent is no longer true. The vote
-        comes after the last launch, or before the first where it clips: at the same place in every rank's sequence of
-        operations.
+        The vote comes after the last launch, or before the first if it clips: at the same place in every rank's
+        sequence of operations.
+
+        Args:
+            scale: Factor of the gradients.
+            resends: Whether gradients of this rank have changed since they were sent.
         """
         ballot = None
         if self._clips_before_sending:
@@ -358,9 +390,11 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return self._cast(scale * self.stats.clip_factor, resends) if ballot is None else ballot
 
     def _decide(self, ballot: Ballot, scale: float) -> Decision | None:
-        """Bring all buckets to their meeting. None, on all ranks, where anything is not finite on any.
+        """Bring all buckets to their meeting, and decide. None, on all ranks, if anything is not finite on any.
 
-        scale: what gradients were to be multiplied by, but for clipping.
+        Args:
+            ballot: The vote on the step.
+            scale: Factor of the gradients, apart from clipping.
         """
         arrived, is_good_here = self._wait_for_buckets(ballot)
         votes = ballot.votes
@@ -378,7 +412,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return Decision(present_anywhere(votes))
 
     def _wait_for_buckets(self, ballot: Ballot) -> tuple[Sequence[Arrived], bool]:
-        """All buckets at their meeting, what they say, and whether it is good on this rank. Reads the ballot."""
+        """The meetings of all buckets, and whether their contents are good on this rank. Reads the ballot."""
         if not ballot.votes and not reads_late(self.transport, ballot.device):
             self._read(ballot)
         with self._waited.running():
@@ -387,7 +421,10 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return arrived, self._read(ballot, flags)
 
     def _decide_alone(self, scale: float) -> Decision:
-        """A step without traffic, not even a vote. What is not finite counts as zero, in this replica alone."""
+        """Decide a step without traffic, not even a vote.
+
+        If gradients are not finite, they count as zero, in this replica alone.
+        """
         if self._clips_before_sending:
             vote = StepVote(self._header(self.rule.round_name()).summary(), (), *self._norm.own_sums(scale))
             self.stats.clip_factor = self.clipper.estimated_factor([vote], self.transport.world_size)
@@ -417,15 +454,15 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     @property
     def step_under_way(self) -> StepUnderWay | None:
-        """Sent, and not landed: see `delay`."""
+        """The step that was sent and has not landed; None if there is none. See `delay`."""
         return self._delayed.step
 
     @calling("optimizer.sync()")
     def sync(self) -> None:
-        """Land the step that is under way (`delay=1`): parameters hold every step that was taken. All ranks, alike.
+        """Land the step under way (`delay=1`), so that parameters contain every step that was taken. All ranks.
 
-        Before an evaluation or an export, and at the end of a run. The next step is as if it had no delay. Without a
-        step under way nothing is done. Raises as `step`.
+        Call it at the same step on all ranks: before an evaluation or an export, and at the end of a run. The next step
+        is as if it had no delay. Does nothing if no step is under way. Raises as `step`.
         """
         if self._delayed.step is None:
             return
@@ -436,7 +473,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self.skip_limit.observe(bad is not None, bad or (), self.transport, self.model_parallel_group.whole)
 
     def _land(self) -> list[str] | None:
-        """End the step that is under way, as `_take_step` would have ended it; parameters have yet to follow."""
+        """End the step under way, as `_take_step` would have ended it; parameters have yet to follow."""
         if self._delayed.step is None:
             return None
         spoilt = self._delayed.land(self._is_good, self._commit)
@@ -447,11 +484,17 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return all_parts_agree(self.model_parallel_group, ballot, is_good_here, self.buckets.frozen.values())
 
     def _any_rank_has_data(self) -> bool:
-        self._delayed.advance_all()  # in one order on all ranks: one that is through has had no gradients
+        self._delayed.advance_all()  # here, in one order on all ranks: a rank that has finished runs no hooks
         return super()._any_rank_has_data()
 
     def send_again(self, record: State) -> None:
-        """Launch a step that was under way when its state was saved. All ranks; the rest of the state is in place."""
+        """Launch a step that was under way when its state was saved. All ranks.
+
+        The rest of the state must have been loaded.
+
+        Args:
+            record: The saved step.
+        """
         with self._traffic.left_out():
             self._delayed.send_again(record, self.ahead)
 
@@ -470,7 +513,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
                 bucket.masters.write_back(decision.of(bucket))
 
     def _take_extra_step(self) -> None:
-        """A step that the rule has begun beside those of the training: it is not counted, and skips nothing."""
+        """Take a step that the rule has begun besides the training's: it is not counted, and is never skipped."""
         self._driver.begin()
         try:
             self._settle_masters()
@@ -495,14 +538,14 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return [name for bucket in self.buckets for name in bucket.bad()]
 
     def _report_bad_gradients(self, mine: list[str], consequence: str) -> list[str]:
-        """Count a step, and warn of the parameters whose gradients here no variance can take in; these."""
+        """Count a skipped step, and warn of this rank's parameters with bad gradients; returns these."""
         self.stats.skipped_steps += 1
         rank, step = self.transport.rank, self.steps_taken() + 1
         self.skip_limit.tell(rank, step, mine, consequence, tells_of_others=not self.rule.is_silent())
         return mine
 
     def _drop_step(self) -> None:
-        """As `BucketOptimizer._drop_step`; and the step that is suspended."""
+        """As `BucketOptimizer._drop_step`; also drops the step that is suspended."""
         self._delayed.drop()
         if self._roll is not None:  # the other ranks expect the buckets that follow it
             self._launch_rest(1.0)
@@ -511,7 +554,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     # ---------------------------------------------------------------- what the ranks agree on
 
     def _cast(self, scale: float, resends: bool, *, in_float64: bool = False) -> Ballot:
-        """Send this rank's vote. What clipping asks goes into it on the device, unless that is to be `in_float64`."""
+        """Send this rank's vote. The sums for clipping are computed on the device, unless in_float64."""
         (header, mine), sums = self._own_vote(self.buckets, resends=resends), None
         if self._clips_before_sending:
             if in_float64 or self.model_parallel_group.whole.world_size > 1:
@@ -536,19 +579,21 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     @property
     def _clips_before_sending(self) -> bool:
-        # The mean gradient is known after the exchange while it travels in full; once momentum travels instead, each
-        # rank must be clipped before its error is added, by an estimate of the same norm.
+        # While gradients are exchanged, the mean gradient is known afterwards. If momentum is exchanged instead, each
+        # rank must clip before its error is added, by an estimate of the same norm.
         return self.clipper.max_norm > 0 and not all(self.rule.averages_gradients(bucket) for bucket in self.buckets)
 
     def steps_taken(self) -> int:
-        """Of the first group."""
+        """Number of steps that the first group has taken."""
         return int(self.steps[0]) if self.steps else 0
 
     def check_replicas(self) -> None:
-        """Vote on the bits of all that replicas have in common; ReplicaError on all ranks where they differ.
+        """Compare the bits of parameters, moments or D, and packed momentum. All ranks. Sends 16 bytes per peer.
 
-        That is the parameters, the moments or D, and the packed momentum. Sends 16 bytes per peer. So do tensor ranks
-        on what they hold alike: see `ModelParallelGroup.find_divergence`.
+        Tensor ranks compare the elements that all of them hold: see `ModelParallelGroup.find_divergence`.
+
+        Raises:
+            ReplicaError: They differ. On all ranks.
         """
         names, step = self.buckets.names, self.steps_taken()
         diverged = self.model_parallel_group.find_divergence(self.buckets.params, names)
@@ -567,9 +612,9 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     @torch.no_grad()
     def error_norm_ratio(self) -> float:
-        """‖worker error‖ / ‖what an exchange brings‖ on this rank: how much is owed. 0 in warm-up. Sends nothing.
+        """‖worker error‖ / ‖result of an exchange‖ on this rank: the relative size of the residual. Sends nothing.
 
-        In a hierarchy, of the rows that this rank exchanges.
+        0 in warm-up. In a hierarchy, over the rows that this rank exchanges.
         """
         owed = brought = 0.0
         for bucket in self.buckets:
@@ -617,10 +662,13 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     # ---------------------------------------------------------------- states
 
     def state_dict(self) -> State:
-        """As torch's, and this rank's share of the compression under "onebit": each rank saves and loads its own.
+        """The state as torch's, with this rank's share of the compression under "onebit". Every rank saves its own.
 
-        What is owed is among the entries of the parameters, as "worker_error"; in a hierarchy, zeros where another rank
-        of the node exchanges the element.
+        Worker errors are among the entries of the parameters, as "worker_error"; in a hierarchy they are zero for
+        elements that another rank of the node exchanges.
+
+        Raises:
+            RuntimeError: Parameters were replaced in the groups, or tensors in the state.
         """
         self._refuse_edits()
         return optimizer_state.save(self, super().state_dict())
@@ -628,10 +676,15 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def load_state_dict(self, state_dict: State) -> None:
         """Continue exactly where `state_dict` was taken, on the same rank of a world of the same size. All ranks.
 
-        Of another rank's state, as where rank 0 alone has saved, momentum and variance are taken, in a world of any
-        size, and this rank owes nothing: with a warning. The state of a torch.optim.AdamW is taken as the state of a
-        warm-up. An "exp_avg_mask" stays as it was given here. Raises ValueError, before anything is changed, where
-        shards of the model, levels, shapes, dtypes or options do not fit.
+        From another rank's state (as when only rank 0 has saved), this rank takes momentum and variance, in a world of
+        any size, with residuals of zero, and logs a warning. The state of a torch.optim.AdamW is taken as the state of
+        a warm-up. An "exp_avg_mask" stays as it was given here.
+
+        Args:
+            state_dict: From `state_dict()`, or of a torch.optim.AdamW.
+
+        Raises:
+            ValueError: Shards of the model, levels, shapes, dtypes or options do not fit. Nothing has changed.
         """
         saved = optimizer_state.check_and_load_groups(self, state_dict)
         self._drop_step()
@@ -641,11 +694,16 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             self.stats.phase = self.buckets[0].phase
 
     def load_state_dicts(self, states: Sequence[State]) -> None:
-        """Continue from the states of all ranks of a world of any size, in rank order. All ranks, all the states.
+        """Continue from the states of all ranks of a world of any size. All ranks, with the same states.
 
-        In a world of the same size and levels, this rank's own is loaded, exactly. Otherwise each rank will owe the
-        mean of what the old ranks owed, which keeps its sum, and rank 0 logs that. Between synchronisations of 0/1 Adam
-        parameters are part of the state: they become the mean of the old ranks' too. `states` may load an item when it
-        is asked for. Raises ValueError as `load_state_dict`, and where the states are not those of one world.
+        In a world of the same size and levels, this rank's own state is loaded exactly. If not, each rank takes the
+        mean of the old ranks' residuals, which keeps their sum, and rank 0 logs that. Between synchronisations of 0/1
+        Adam parameters are part of the state: they become the mean of the old ranks' as well.
+
+        Args:
+            states: The states of all ranks, in rank order. The sequence may load an item when it is asked for.
+
+        Raises:
+            ValueError: As `load_state_dict`, or the states are not those of one world.
         """
         optimizer_state.load_of_all_ranks(self, states)

@@ -37,8 +37,8 @@ _WITHOUT_EFFECT = ("foreach", "fused")
 class TorchOptions(TypedDict, total=False):
     """torch.optim.AdamW's other arguments, so that a script's can stay as they are.
 
-    foreach, fused: how torch runs the same mathematics; without effect. amsgrad, maximize, capturable, differentiable:
-    no such form: False.
+    foreach, fused: how torch runs the same mathematics; without effect.
+    amsgrad, maximize, capturable, differentiable: no such form exists; only False is accepted.
     """
 
     amsgrad: bool
@@ -52,9 +52,10 @@ class TorchOptions(TypedDict, total=False):
 class SharedOptions(TorchOptions, total=False):
     """Keyword arguments of both families, beside those of `TorchOptions`.
 
-    max_grad_norm: clip by the norm of the mean gradient (0: off). transport: default `onebit.comm.init()`.
-    bucket_cap_mb: float32 MiB per bucket at most; see `layout.flat.partition`. check_replicas_every: steps, taken or
-    skipped, between votes on the bits of what replicas have in common (0: never).
+    max_grad_norm: clip by the norm of the mean gradient (0: off).
+    transport: connection to the other ranks. Default `onebit.comm.init()`.
+    bucket_cap_mb: float32 MiB per bucket at most; see `layout.flat.partition`.
+    check_replicas_every: steps, taken or skipped, between votes on the bits that replicas have in common (0: never).
     max_consecutive_skips: this many skipped steps in a row are an error (0: never); see `agreement/skips.py`.
     """
 
