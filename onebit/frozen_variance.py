@@ -141,10 +141,11 @@ class FrozenVariance:
         assert bucket.live_J is not None
         beta1, beta2 = group["betas"]
         D, block = bucket.flat["denominator"], bucket.layout.block
-        v = D.sub_(eps_of(group)).square_()
+        v = D.sub_(eps_of(group)).square_()  # v̂, or the floor for elements below it
         known_J = bucket.counts.view(-1) * bucket.live_J  # per block: elements without padding, 0 before any gradient
         share = self.share(bucket.group_index, beta2, bucket.step)
         parts = zip(*(x.split(BLOCKS_AT_A_TIME) for x in (v.view(-1, block), g.view(-1, block), known_J)), strict=True)
+        # Padding and blocks without a gradient have only the floor so far: their variance is zero.
         for v_Jn, g_Jn, known in parts:
             v_Jn.masked_fill_(torch.arange(block, device=v.device) >= known.unsqueeze(1), 0.0)
             v_Jn.lerp_(g_Jn.square(), share)

@@ -224,7 +224,12 @@ class ModelParallelGroup:
         return ""
 
     def check_holds(self, p: Tensor, name: str) -> None:
-        """Raise ValueError unless the ranks of the transport hold p between them."""
+        """Raise ValueError unless the ranks of the transport together hold p.
+
+        Args:
+            p: The parameter.
+            name: Its name, for the message.
+        """
         pieces, ranks = self.pieces(p), self.transport.world_size
         by_tensor = math.prod(size for axis, size in _cuts(p) if axis == TENSOR_AXIS)
         mesh = getattr(p, "device_mesh", None)

@@ -174,7 +174,14 @@ class AdamRule(Rule):
         """Called with scale·g_i before it is sent, for LAMB, which estimates the change of D from it."""
 
     def weights(self, bucket: Bucket, *, was_dense: bool) -> Generator[Work | Meeting, Answer, tuple[Tensor, Tensor]]:
-        """weight and decay in p ← (1 - decay)·p - weight·m̂/D for each parameter of the bucket, float32 [K]."""
+        """weight and decay in p ← (1 - decay)·p - weight·m̂/D for each parameter of the bucket, float32 [K].
+
+        A generator, because LAMB exchanges norms here. All ranks.
+
+        Args:
+            bucket: The bucket, with m̂/D in its buffer in a dense step.
+            was_dense: Whether the step exchanged gradients.
+        """
         group, K = bucket.group, len(bucket.params)
         lr = float(group["lr"])
         weight, decay = (

@@ -162,19 +162,18 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     @property
     def max_grad_norm(self) -> float:
-        """The norm that mean gradients are clipped to; 0: off. A new value holds from the step under way: all ranks.
+        """The norm to which mean gradients are clipped; 0: off. All ranks set it, at the same step.
 
-        Raises RuntimeError where the first one comes too late: a backward pass has sent gradients that it would clip.
+        A new value takes effect in the step under way.
+
+        Raises:
+            RuntimeError: It is set for the first time after backward has sent gradients that it would clip.
+            ValueError: It is negative, or not a number.
         """
         return self.clipper.max_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, norm: float) -> None:
-        """The norm to which mean gradients are clipped; 0: off. Setting it takes effect in the current step. All ranks.
-
-        Raises:
-            RuntimeError: It is set for the first time after backward has sent gradients that it would clip.
-        """
         if not norm >= 0:
             raise ValueError(f"max_grad_norm must be at least 0 (0: off), got {norm}")
         before, self.clipper.max_norm = self.clipper.max_norm, norm

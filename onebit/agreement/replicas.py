@@ -100,6 +100,10 @@ def differing(transport: Transport, tensors: Sequence[Tensor]) -> dict[int, list
 
     All ranks. Sends 16 bytes per peer, and 8 more per tensor if they differ. Reads the tensors once, and not at all in
     a world of one rank.
+
+    Args:
+        transport: Between the ranks that compare.
+        tensors: The same number of tensors on all ranks, in the same order.
     """
     if transport.world_size == 1:
         return {}
@@ -173,6 +177,7 @@ def _fingerprint(tensor: Tensor) -> Tensor:
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
     bits = values.reshape(-1).contiguous().view(word)
+    # Odd factors are invertible modulo 2^64: a change of one element always changes the hash.
     weights = torch.arange(min(len(bits), _CHUNK), device=bits.device) * 2 + 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for k, piece in enumerate(bits.split(_CHUNK)):

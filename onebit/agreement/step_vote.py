@@ -63,10 +63,12 @@ class Summary:
     digest: bytes
 
     def to_bytes(self) -> bytes:
+        """The summary as it is sent."""
         return _SUMMARY.pack(self.step, self.digest, self.resends, self.repeats | self.changes << 1, self.gradients)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Summary:
+        """The summary in these bytes."""
         step, digest, resends, flags, gradients = _SUMMARY.unpack(data)
         return cls(step, resends, bool(flags & 1), bool(flags & 2), gradients, digest)
 
@@ -119,12 +121,14 @@ class Header:
         return Summary(self.step, resends, repeats, changes, gradients, digest)
 
     def to_bytes(self) -> bytes:
+        """The header as it is sent. The kind is cut to 32 bytes, and of the edit only a flag is sent."""
         numbers = struct.pack(f"<{len(self.numbers)}d", *self.numbers)
         flags = self.is_finished | bool(self.edit) << 1
         return _HEADER.pack(self.step, self.kind.encode()[:_KIND_BYTES], flags) + numbers
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Header:
+        """The header in these bytes."""
         step, kind, flags = _HEADER.unpack_from(data)
         numbers = struct.unpack(f"<{(len(data) - _HEADER.size) // 8}d", data[_HEADER.size :])
         edit = "something" if flags & 2 else ""
@@ -297,6 +301,7 @@ class StepVote:
     note: bytes = b""
 
     def to_bytes(self) -> bytes:
+        """The vote as it is sent."""
         bits = sum(1 << k for k, is_present in enumerate(self.present) if is_present)
         presence = bits.to_bytes(-(-len(self.present) // 8), "little")
         return self.summary.to_bytes() + _SUMS.pack(self.norm_squared, self.product) + presence + self.note
@@ -307,6 +312,12 @@ class StepVote:
 
     @classmethod
     def from_bytes(cls, data: bytes, parameters: int) -> StepVote:
+        """The vote in these bytes.
+
+        Args:
+            data: From `to_bytes`.
+            parameters: Number of parameters in `present`.
+        """
         start, end = _SUMMARY.size + _SUMS.size, _SUMMARY.size + _SUMS.size + -(-parameters // 8)
         bits = int.from_bytes(data[start:end], "little")
         present = [bool(bits >> k & 1) for k in range(parameters)]

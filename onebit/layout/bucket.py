@@ -129,7 +129,7 @@ class Bucket:
         """
         self.layout, self.rank = layout, rank
         self.counts = layout.counts(self.device)
-        self.__dict__.pop("share_J", None)
+        self.__dict__.pop("share_J", None)  # was cached for the old layout
         self.wires.clear()
         self.release_buffer()
 

@@ -223,6 +223,7 @@ class Rendezvous:
         stay = [] if before is None else [name for name in before.names if name in arrived]
         names = [*stay, *(name for name in arrived if name not in stay)]
         key = f"roster/{epoch}"
+        # If several members close the epoch, the first roster stands.
         self._store.compare_set(key, "", self._signed(key, {"epoch": epoch, "names": names}))
         self._store.set("newest", str(epoch))
 

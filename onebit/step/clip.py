@@ -50,7 +50,12 @@ class Clipper:
         return min(1.0, self.max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
 
     def estimated_factor(self, votes: Sequence[StepVote], world_size: int) -> float:
-        """The factor for gradients that are not averaged yet, from the votes of all ranks. Sends nothing."""
+        """The factor for gradients that are not averaged yet. Sends nothing.
+
+        Args:
+            votes: The votes of all ranks, or this rank's own.
+            world_size: Number of ranks.
+        """
         sums = [(vote.norm_squared, vote.product) for vote in votes]
         return self.factor(estimated_norm(sums, world_size, self._mean_factor))
 
@@ -74,7 +79,12 @@ class Clipper:
         return average / weight if weight > 0.0 else 1.0
 
     def remember(self, factor: float, beta1: float) -> None:
-        """Add the clip factor of a step that was taken to the moving average."""
+        """Add the clip factor of a step that was taken to the moving average.
+
+        Args:
+            factor: The clip factor.
+            beta1: Decay of the average, the momentum's.
+        """
         average, weight = self.average
         self.average = beta1 * average + (1.0 - beta1) * factor, beta1 * weight + (1.0 - beta1)
 

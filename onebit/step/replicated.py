@@ -62,6 +62,7 @@ class Replicated:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.transport.world_size
 
     def new_errors(self, bucket: Bucket) -> ErrorFeedback:
@@ -78,6 +79,10 @@ class Replicated:
         """The bucket's buffers for this codec, made when first needed.
 
         A codec that sends in place uses the memory of the bucket's buffer.
+
+        Args:
+            bucket: The bucket.
+            codec: Format of the frames.
         """
         if codec in bucket.wires:
             return bucket.wires[codec]
@@ -96,7 +101,12 @@ class Replicated:
         return wire
 
     def gradient_wire(self, bucket: Bucket, codec: Codec) -> Wire:
-        """The bucket's buffers for gradients, which have no residuals: in the memory of its buffer if they fit."""
+        """The bucket's buffers for gradients, which have no residuals: in the memory of its buffer if they fit.
+
+        Args:
+            bucket: The bucket.
+            codec: Format of the gradients.
+        """
         if codec in bucket.wires:
             return bucket.wires[codec]
         mean = None if bucket.ef is None else bucket.ef.server_next
@@ -257,7 +267,12 @@ class Replicated:
         return bucket.frames
 
     def unpacked(self, bucket: Bucket, frames_WB: Tensor | None) -> Tensor:
-        """The values that these frames contain, float32 [W·N], in a new tensor."""
+        """The values that these frames contain, float32 [W·N], in a new tensor.
+
+        Args:
+            bucket: The bucket.
+            frames_WB: Frames of the momentum's codec, uint8 [W, B].
+        """
         assert frames_WB is not None
         values = torch.empty(bucket.layout.numel, device=bucket.device, dtype=torch.float32)
         self.codec.decode(frames_WB, bucket.rows(values))
@@ -283,7 +298,12 @@ class Replicated:
         self.codec.apply(frames_WB, bucket.layout.chunk, ParamUpdate(params, bucket.layout.segments, weight_K, keep_K))
 
     def constant(self, bucket: Bucket, number: float) -> Tensor:
-        """The number, once for each of the bucket's parameters, float32 [K]. Only read it: all buckets share it."""
+        """The number, once for each of the bucket's parameters, float32 [K]. Only read it: all buckets share it.
+
+        Args:
+            bucket: The bucket.
+            number: The number.
+        """
         key, K = (bucket.device, number.hex()), len(bucket.params)  # hex tells 0.0 from -0.0, which are equal
         if key not in self._constants or len(self._constants[key]) < K:
             if len(self._constants) >= MOST_CONSTANTS:
@@ -292,7 +312,12 @@ class Replicated:
         return self._constants[key][:K]
 
     def move(self, bucket: Bucket, decision: Decision) -> None:
-        """p ← p - buffer for every parameter for which some rank had a gradient, except elements that a mask fixes."""
+        """p ← p - buffer for every parameter for which some rank had a gradient, except elements that a mask fixes.
+
+        Args:
+            bucket: The bucket, with the update in its buffer. Its parameters are modified.
+            decision: Shows which parameters move.
+        """
         if bucket.masks is not None:
             torch._foreach_mul_(bucket.views, bucket.masks)
         moved = [
