@@ -45,9 +45,11 @@ class AdamRule(Rule):
     """1-bit Adam's three kinds of steps, scheduled by `DenseSteps`.
 
     - *warmup*: the mean gradient is exchanged in `warmup_codec`; m and v are Adam's, or m is LaProp's: see
-    `OnebitAdam`. - *compressed*: c_i = β1·m/D + (1-β1)·g_i/D + e_i is sent in one bit in both phases; the result is the
-    new m/D. g_i/D is g_i/√(D² + w·g_i²): a gradient far beyond the old D counts in D. - *refresh*: the mean gradient ḡ
-    is exchanged in `warmup_codec` again; v takes it in, D is computed anew, and m/D ← β1·m/D + (1-β1)·ḡ/D.
+      `OnebitAdam`.
+    - *compressed*: c_i = β1·m/D + (1-β1)·g_i/D + e_i is sent in one bit in both phases; the result is the new m/D.
+      g_i/D is g_i/√(D² + w·g_i²): a gradient far beyond the old D counts in D.
+    - *refresh*: the mean gradient ḡ is exchanged in `warmup_codec` again; v takes it in, D is computed anew, and
+      m/D ← β1·m/D + (1-β1)·ḡ/D.
 
     Args:
         freeze_step: Number of warm-up steps, or "auto", as in `DenseSteps`.
@@ -443,9 +445,10 @@ class OnebitAdam(CompressedOptimizer):
     sent to all. After the warm-up, per step and bucket:
 
     1. Each rank computes c_i = β1·m/D + (1-β1)·g_i/D + e_i, with D = √max(v̂, floor·blockmean) + eps as the last dense
-    step left it (a g_i far beyond D counts in D: the divisor is √(D² + w·g_i²)). The signs and scales of c_i are sent
-    to the chunks' owners; the rest becomes e_i. 2. The owner averages, adds its own error, compresses again and sends
-    the result, the new m/D, to all. 3. p ← p - lr·(m̂/D + wd·p).
+       step left it (a g_i far beyond D counts in D: the divisor is √(D² + w·g_i²)). The signs and scales of c_i are
+       sent to the chunks' owners; the rest becomes e_i.
+    2. The owner averages, adds its own error, compresses again and sends the result, the new m/D, to all.
+    3. p ← p - lr·(m̂/D + wd·p).
 
     The paper compresses m. D is the same on all ranks and fixed, so compressing m/D is the same algorithm in other
     coordinates, in which all elements of a block have about the same size. Otherwise an element with a small D takes
