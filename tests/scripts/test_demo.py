@@ -60,5 +60,5 @@ def test_what_the_kernel_did_not_count_is_left_out() -> None:
 
 def test_the_readme_shows_rows_of_the_demos_own_output() -> None:
     readme = demo.RESULTS.parent.parent.joinpath("README.md").read_text()
-    table = readme.partition("`make demo` ends")[2].partition("\n\n")[2].partition("\n\n")[0].splitlines()
+    table = readme.partition("`make demo` prints")[2].partition("\n\n")[2].partition("\n\n")[0].splitlines()
     assert len(table) >= 5 and set(table) <= set(demo.traffic_table(demo.read_record().traffic).markdown().splitlines())
