@@ -329,7 +329,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
                 f"{members.rendezvous.name} is in no run yet: call onebit.membership.begin(optimizer) before step()"
             )
         while True:
-            (why, self._lost), steps = (self._lost, None), self.steps_taken()
+            (why, self._lost), steps = (self._lost, None), -1
             try:
                 if why is not None or self._change_is_due:
                     self._change_is_due = False
@@ -338,10 +338,11 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
                         return None
                     if found.is_back:  # gradients of parameters that the run has left behind count as none
                         self.zero_grad()
+                steps = self.steps_taken()
                 return self._take_step(self._unscale())
             except PeerError as error:
                 self._lost = error
-                if self.steps_taken() > steps:
+                if 0 <= steps < self.steps_taken():
                     return None  # taken and written; the members meet before the next one
 
     def leave_world(self) -> State:

@@ -67,9 +67,12 @@ def enter(optimizer: StateOwner, state: State) -> None:
 
 
 def take_over(optimizer: StateOwner, theirs: State, own: State | None) -> None:
-    """Take over what another rank gave `for_others`, a step later than `own`, or into a rank that had no state."""
-    mine = [group for group in optimizer.param_groups]
-    for group, options in zip(mine, theirs["groups"], strict=True):
+    """Take over what another rank gave `for_others`, a step later than `own`, or into a rank that had no state.
+
+    With a state of its own a rank keeps its options: it takes the same step, and its schedule moves on from there.
+    """
+    mine = optimizer.param_groups
+    for group, options in zip(mine, theirs["groups"], strict=True) if own is None else ():
         lr = options.pop("lr")
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)

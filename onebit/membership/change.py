@@ -107,8 +107,8 @@ def begin(optimizer: Changing, **travels: Travels) -> None:
 
     Args:
         optimizer: Constructed over a `Members`.
-        travels: Other objects whose state a newcomer needs, such as a schedule, by the same names on all members. They
-            have `state_dict` and `load_state_dict`.
+        travels: Other objects with `state_dict` and `load_state_dict`, such as a schedule, by the same names on all
+            members. A newcomer loads the state of the member that sends it the run's, founders that of the first.
 
     Raises:
         MembershipError: No epoch began within `Patience.wait_s`, or the run has ended.
@@ -151,13 +151,13 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
             break
         except PeerError as error:
             why = error
-    if theirs is None:
+    if theirs is None or theirs["optimizer"] is None:
         optimizer.enter_world(own)
     else:
         optimizer.take_over(theirs["optimizer"], own if members.has_state else None)
-        if not members.has_state:
-            for name, its in members.travels.items():
-                its.load_state_dict(theirs["travels"][name])
+    if theirs is not None and not members.has_state:
+        for name, its in members.travels.items():
+            its.load_state_dict(theirs["travels"][name])
     members.rendezvous.begin()
     is_back = not members.has_state and before is not None
     took_step = optimizer.steps_taken() > steps and not is_back
@@ -184,8 +184,11 @@ def _bring_together(optimizer: Changing, members: Members, steps: int, own: Stat
                 f"{members.rendezvous.name}: no member of epoch {members.roster.epoch} has the run's state: those that "
                 "had it are lost; start anew from a checkpoint"
             )
-        make_equal(members, [p for p in params if p.numel() > 0])
-        return None
+        if not any(its["steps"] for its in standing):
+            make_equal(members, [p for p in params if p.numel() > 0])
+            return _share(members) if members.travels else None
+        with_state = [max(range(len(standing)), key=lambda rank: standing[rank]["steps"])]  # it has loaded a checkpoint
+        standing = [{**its, "has_state": rank in with_state} for rank, its in enumerate(standing)]
     newest = max(standing[rank]["steps"] for rank in with_state)
     source = next(rank for rank in with_state if standing[rank]["steps"] == newest)
     lacking = [rank for rank, its in enumerate(standing) if not its["has_state"] or its["steps"] < newest]
@@ -195,9 +198,20 @@ def _bring_together(optimizer: Changing, members: Members, steps: int, own: Stat
     part = members.split(ranks)
     if members.rank != source:
         return _receive(part, ranks.index(source))
-    travels = {name: its.state_dict() for name, its in members.travels.items()}
-    _send(part, {"optimizer": optimizer.for_others(own), "travels": travels})
+    _send(part, _shared(members, optimizer.for_others(own)))
     return None
+
+
+def _share(members: Members) -> State | None:
+    """Founders without steps take over the first one's other objects: buffers, a schedule."""
+    if members.rank != 0:
+        return _receive(members, 0)
+    _send(members, _shared(members, None))
+    return None
+
+
+def _shared(members: Members, optimizer: State | None) -> State:
+    return {"optimizer": optimizer, "travels": {name: its.state_dict() for name, its in members.travels.items()}}
 
 
 def _refuse_strangers(
@@ -208,7 +222,7 @@ def _refuse_strangers(
     The others raise PeerError, and continue. If there are only founders, ValueError on all.
     """
     lines = [f"parameter {k}: {p.dtype} {tuple(p.shape)}" for k, p in enumerate(params)]
-    lines += optimizer.option_lines()
+    lines += [*optimizer.option_lines(), f"travels: {sorted(members.travels)}"]
     if not with_state:
         return check_same_lines(members, "models and options", lines, members.device)
     texts = [text.split("\n") for text in gather_texts(members, "\n".join(lines))]
@@ -241,7 +255,13 @@ def _receive(part: Transport, source: int) -> State:
     data = torch.empty(int(length), dtype=torch.uint8, device=part.device)
     for piece in data.split(PIECE_BYTES):
         part.broadcast(piece, source).wait()
-    state: State = read_archive(io.BytesIO(data.cpu().numpy().tobytes()))
+    try:
+        state: State = read_archive(io.BytesIO(data.cpu().numpy().tobytes()))
+    except Exception as error:  # whatever a class that torch does not load unpickles to
+        raise MembershipError(
+            "the state of a member cannot be read here: what `begin` is given must have a state_dict of tensors, "
+            f"numbers, strings, lists and dicts ({str(error).splitlines()[0]})"
+        ) from error
     return state
 
 

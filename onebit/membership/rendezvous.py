@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..comm import PeerError
 
@@ -100,7 +100,9 @@ class Rendezvous:
     ):
         self.name, self.founders, self.patience = name, founders, patience or Patience()
         self._store, self._beats = _Steady(connect, self.patience.away_s), _Steady(connect, 0.0)
-        self._token = token
+        self._token, self._strange = token, set[str]()  # keys of entries without the token
+        if self._store.add(f"name/{name}", 1) > 1:
+            raise ValueError(f"a member of this run is or was called {name}; take another name, or none")
         self._lock, self._now = threading.Lock(), Roster(0, ())
         self._ended = threading.Event()
         self.is_awaited = threading.Event()
@@ -195,7 +197,7 @@ class Rendezvous:
             key = f"roster/{now.epoch}"
             self._beats.set("begun", "yes")
             self._beats.set(key, self._signed(key, {"epoch": now.epoch, "names": list(now.names)}))
-            self._beats.set("newest", str(now.epoch))
+            self._beats.set("newest", self._signed("newest", {"epoch": str(now.epoch)}))
 
     # ---------------------------------------------------------------- one epoch
 
@@ -225,13 +227,14 @@ class Rendezvous:
         key = f"roster/{epoch}"
         # If several members close the epoch, the first roster stands.
         self._store.compare_set(key, "", self._signed(key, {"epoch": epoch, "names": names}))
-        self._store.set("newest", str(epoch))
+        self._write("newest", {"epoch": str(epoch)})
 
     def _why_none(self, before: Roster | None, arrived: Sequence[str]) -> str:
         if self._store.check(["ended"]):
             return f"the run has ended: {self._read('ended')['why']}"
         if before is None:
-            return f"{len(arrived)} of {self.founders} founders have come ({', '.join(arrived)})"
+            strange = f"; {len(self._strange)} came without this run's token" if self._strange else ""
+            return f"{len(arrived)} of {self.founders} founders have come ({', '.join(arrived)}){strange}"
         names = ", ".join(before.names)
         return f"no member of epoch {before.epoch} ({names}) has come: they are lost, or stuck in a step"
 
@@ -241,13 +244,19 @@ class Rendezvous:
         missed: set[str] = set()
         for k in range(1, self._store.add(_here(epoch), 0) + 1):
             if self._store.check([key := f"{_here(epoch)}/{k}"]):
-                found = self._read(key)
+                try:
+                    found = self._read(key)
+                except MembershipError as error:  # a stranger must not end the run of others
+                    if key not in self._strange:
+                        log.warning("%s: %s", self.name, error)
+                    self._strange.add(key)
+                    continue
                 names[str(found["name"])] = None
                 missed.update(map(str, found["missed"]))
         return list(names), missed
 
     def _newest(self) -> Roster | None:
-        return self._read_roster(int(self._store.get("newest"))) if self._store.check(["newest"]) else None
+        return self._read_roster(int(self._read("newest")["epoch"])) if self._store.check(["newest"]) else None
 
     def _read_roster(self, epoch: int) -> Roster | None:
         key = f"roster/{epoch}"
@@ -262,7 +271,7 @@ class Rendezvous:
         text = json.dumps(value)
         return f"{self._signature(key, text)} {text}"
 
-    def _read(self, key: str) -> dict[str, list[str]]:
+    def _read(self, key: str) -> dict[str, Any]:
         signature, _, text = self._store.get(key).decode(errors="replace").partition(" ")
         if not hmac.compare_digest(signature.encode(), self._signature(key, text).encode()):
             raise MembershipError(
