@@ -70,32 +70,12 @@ def initialize(
 ) -> tuple[E, torch.optim.Optimizer, Loader | None, LRScheduler | None]:
     """Construct an engine of this class, its optimizer, data loader and scheduler. All ranks, once per model.
 
-    The public function of this name is in `deepspeed/initializing.py`.
+    The public function of this name, in `deepspeed/initializing.py`, documents the other arguments, the result and the
+    errors.
 
     Args:
         engine_class: Class of the engine.
-        model: See the public function, as for all further arguments.
-        config: See there.
-        optimizer: See there.
-        model_parameters: See there.
-        training_data: See there.
-        lr_scheduler: See there.
-        collate_fn: See there.
-        grid: See there.
-        tensor_plan: See there.
-        weights: See there.
-        seed: See there.
         timeout_s: How long an operation waits for a peer, in seconds, if there is no grid yet. Default 300.
-        **fills: Values for "auto" in the configuration, see `Fills`.
-
-    Returns:
-        (engine, optimizer, loader, scheduler); loader and scheduler are None if there is none.
-
-    Raises:
-        ValueError: The configuration or an argument is wrong. Before anything is sharded, as all errors here.
-        TypeError: One has the wrong type.
-        OSError: The configuration cannot be read.
-        ImportError: An optional package is missing.
     """
     # Read the configuration, for the ranks of the grid or of the launcher.
     model = checked(model)

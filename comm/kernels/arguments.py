@@ -1,4 +1,4 @@
-"""Kernels: the arguments of their functions, checked once; behind these checks there are only pointers.
+"""Checks the arguments of kernels, once: after these checks there are only pointers.
 
 Rests on torch alone. Each compiled kernel has one `Edge`, which describes the memory that it takes.
 

@@ -1,4 +1,4 @@
-"""One member of a run, as a process of its own: `python member_ranks.py ADDRESS NAME FOUNDERS STEPS [SECONDS]`.
+"""One member of a run, in its own process: `python member_ranks.py ADDRESS NAME FOUNDERS STEPS [SECONDS]`.
 
 It prints a line for each step, "step K of N members", and at its end "done", a digest of its parameters, how many
 members it has seen go and come, and the longest time between two steps.

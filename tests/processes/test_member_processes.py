@@ -21,7 +21,7 @@ STEPS = 500  # ten seconds: enough for another process to start
 
 @dataclass
 class Run:
-    """A rendezvous and its members, whose output lies in folder."""
+    """A rendezvous and its members, which write into files of this folder."""
 
     folder: Path
     port: int

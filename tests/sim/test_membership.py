@@ -28,7 +28,7 @@ def net() -> nn.Module:
 
 
 def await_newcomers(members: Members, hub: Hub, newcomers: int) -> None:
-    """Hold a run of founders until so many have come, and its first member has seen it."""
+    """Hold a run of founders until the newcomers have come, and its first member has seen it."""
     hub.holds.set()
     while members.world_size == hub.founders and (
         hub.store.add("here/2", 0) < newcomers or (members.rank == 0 and not members.is_awaited())
