@@ -30,7 +30,6 @@ from .agreement.step_vote import Header, StepVote, Summary, check_headers, gathe
 from .agreement.wrappers import NOT_COMPARED, WrapperWatch, gradient_digest, refuse_wrapper
 from .comm import PeerError, Transport
 from .layout.buckets import B, Buckets, elements_of
-from .membership.change import change
 from .membership.members import Members
 from .model_parallel import ModelParallelGroup, model_parallel_group_of
 from .rule import BucketRule
@@ -303,7 +302,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         self._waited.total_s, self.stats.clip_factor, self.clipper.norm = 0.0, 1.0, None
         if self._join.is_on and not self._any_rank_has_data():
             return loss
-        bad = self._take_step(self._unscale()) if self._members is None else self._take_step_of(self._members)
+        bad = self._take_step(self._unscale())
         if self._lost is None and self.replica_check.is_due(are_synchronised=self.rule.is_synchronised()):
             try:
                 self.check_replicas()
@@ -318,45 +317,6 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
             self.skip_limit.observe(bad is not None, bad or (), self.transport, self.model_parallel_group.whole)
         self.computing.start()
         return loss
-
-    def _take_step_of(self, members: Members) -> Sequence[str] | None:
-        """`_take_step` among members that come and go: if one is lost, the remaining ones take the step again.
-
-        If the others have taken this step, and this rank was cut off before it could, it takes over their state.
-        """
-        if members.roster is None:
-            raise RuntimeError(
-                f"{members.rendezvous.name} is in no run yet: call onebit.membership.begin(optimizer) before step()"
-            )
-        while True:
-            (why, self._lost), steps = (self._lost, None), -1
-            try:
-                if why is not None or self._change_is_due:
-                    self._change_is_due = False
-                    found = change(self, members, why)
-                    if found.took_step:
-                        return None
-                    if found.is_back:  # gradients of parameters that the run has left behind count as none
-                        self.zero_grad()
-                steps = self.steps_taken()
-                return self._take_step(self._unscale())
-            except PeerError as error:
-                self._lost = error
-                if 0 <= steps < self.steps_taken():
-                    return None  # taken and written; the members meet before the next one
-
-    def leave_world(self) -> State:
-        """See `membership.change.Changing`, also for the next three."""
-        raise NotImplementedError
-
-    def for_others(self, state: State) -> State:
-        raise NotImplementedError
-
-    def enter_world(self, state: State) -> None:
-        raise NotImplementedError
-
-    def take_over(self, theirs: State, own: State | None) -> None:
-        raise NotImplementedError
 
     def _forget_step(self) -> None:
         """Drop the step under way without waiting for other ranks. Nothing of it was written; gradients stay."""

@@ -42,11 +42,13 @@ from .agreement.step_vote import (
 from .arithmetic.squares import dot
 from .bucket_optimizer import BucketOptimizer
 from .checkpoint import new_world, optimizer_state
-from .comm import FusedCodec, SignCodec, Transport, check_fused
+from .comm import FusedCodec, PeerError, SignCodec, Transport, check_fused
 from .comm.transports.notes import calling
 from .layout.bucket import Bucket
 from .layout.flat import lay_out
 from .layout.masks import read_masks
+from .membership.change import change
+from .membership.members import Members
 from .model_parallel import ModelParallelGroup, detach_version_, local
 from .rule import Rule
 from .step.bucket_step import Arrived, Decision
@@ -343,6 +345,9 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     # ---------------------------------------------------------------- step
 
     def _take_step(self, scale: float) -> Sequence[str] | None:
+        return self._take_step_once(scale) if self._members is None else self._take_step_of(self._members, scale)
+
+    def _take_step_once(self, scale: float) -> Sequence[str] | None:
         self._settle_masters()
         landed = self._land()
         try:
@@ -633,6 +638,32 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if self.model_parallel_group.whole.world_size > 1:
             return "a member is one rank, and this model is divided among several"
         return self.rule.why_members_stay()
+
+    def _take_step_of(self, members: Members, scale: float) -> Sequence[str] | None:
+        """`_take_step_once` among members that come and go: if one is lost, the remaining ones take the step again.
+
+        If the others have taken this step, and this rank was cut off before it could, it takes over their state.
+        """
+        if members.roster is None:
+            raise RuntimeError(
+                f"{members.rendezvous.name} is in no run yet: call onebit.membership.begin(optimizer) before step()"
+            )
+        while True:
+            (why, self._lost), steps = (self._lost, None), -1
+            try:
+                if why is not None or self._change_is_due:
+                    self._change_is_due = False
+                    found = change(self, members, why)
+                    if found.took_step:
+                        return None
+                    if found.is_back:  # gradients of parameters that the run has left behind count as none
+                        self.zero_grad()
+                steps = self.steps_taken()
+                return self._take_step_once(scale)
+            except PeerError as error:
+                self._lost = error
+                if 0 <= steps < self.steps_taken():
+                    return None  # taken and written; the members meet before the next one
 
     def leave_world(self) -> State:
         """See `membership.change.Changing`."""
