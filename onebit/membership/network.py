@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..comm import PeerError
 from ..comm.launch import set_group_timeout
-from ..comm.transports.edge import DIAGNOSIS_S, STORE_S, reason
+from ..comm.transports.edge import ANSWER_S, DIAGNOSIS_S, STORE_S, reason
 from ..comm.transports.hanging import call_within
 from .members import Members
 from .rendezvous import MembershipError, Patience, Rendezvous, Roster
@@ -86,7 +86,7 @@ def serve(port: int) -> dist.TCPStore:
 def _store(host: str, port: int) -> dist.Store:
     try:
         return call_within(
-            STORE_S,
+            STORE_S + ANSWER_S,  # after torch's own timeout: a thread that comes back as Python ends aborts it
             lambda: dist.TCPStore(
                 host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=STORE_S)
             ),
