@@ -117,6 +117,17 @@ def _group(
     try:
         call_within(CONNECT_S + STORE_S, make, None)
     except (RuntimeError, TimeoutError) as error:
+        _number_groups_from_0()
         raise PeerError(f"{rendezvous.name}: epoch {roster.epoch} does not connect: {reason(error)}") from error
     set_group_timeout(timeout_s + DIAGNOSIS_S)  # Gloo's own timeout, which must come after ours
     return TorchTransport(None, timeout_s, owns_group=True, finds_cause=False)
+
+
+def _number_groups_from_0() -> None:
+    """Make the next default group's number 0 again, as on the members whose last one did connect.
+
+    The number is part of the keys under which Gloo's ranks meet. A default group that fails counts it up, and one that
+    is destroyed sets it back.
+    """
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()

@@ -146,7 +146,7 @@ class Rendezvous:
             what: Name of the point.
 
         Raises:
-            PeerError: A member falls silent meanwhile.
+            PeerError: A member falls silent meanwhile, or has given this epoch up.
         """
         self._store.set(f"{what}/{roster.epoch}/{self.name}", "yes")
         silences, absent = _Silences(self._store), list(roster.names)
@@ -155,6 +155,9 @@ class Rendezvous:
             if silent:
                 ranks = [roster.names.index(name) for name in silent]
                 raise PeerError(f"{self.name}: {', '.join(silent)} fell silent as epoch {roster.epoch} began", ranks)
+            # It lives, and waits for this member in the next epoch.
+            if left := [name for name in self._arrived(roster.epoch + 1)[0] if name in absent]:
+                raise PeerError(f"{self.name}: {', '.join(left)} gave up epoch {roster.epoch} as it began")
             time.sleep(POLL_S)
 
     def begin(self) -> None:

@@ -1,5 +1,6 @@
-"""One member of a run, in its own process: `python member_ranks.py ADDRESS NAME FOUNDERS STEPS [SECONDS]`.
+"""One member of a run, in its own process: `python member_ranks.py ADDRESS NAME FOUNDERS END [SECONDS]`.
 
+END is a file that will contain the number of the last step: it must be written before any member comes to that step.
 It prints a line for each step, "step K of N members", and at its end "done", a digest of its parameters, how many
 members it has seen go and come, and the longest time between two steps.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ import onebit
 from onebit import membership
 
 
-def main(address: str, name: str, founders: str, steps: str, seconds: str = "0.02") -> None:
+def main(address: str, name: str, founders: str, end: str, seconds: str = "0.02") -> None:
     torch.set_num_threads(1)
     patience = membership.Patience(suspect_s=1.0, silent_s=2.0, look_s=0.2, wait_s=60.0)
     members = membership.connect(
@@ -28,8 +30,8 @@ def main(address: str, name: str, founders: str, steps: str, seconds: str = "0.0
     optimizer = onebit.OnebitAdam(net.parameters(), lr=1e-3, transport=members, compression="always", freeze_step=10)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     membership.begin(optimizer, schedule=schedule)
-    draw, last, longest = torch.Generator().manual_seed(len(name)), time.monotonic(), 0.0
-    while optimizer.steps_taken() < int(steps):
+    draw, last, longest = torch.Generator().manual_seed(sum(name.encode())), time.monotonic(), 0.0
+    while not Path(end).exists() or optimizer.steps_taken() < int(Path(end).read_text()):
         x = torch.randn(8, 64, generator=draw)
         (net(x) - x).square().mean().backward()
         time.sleep(float(seconds))

@@ -11,12 +11,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
+
+from onebit import membership
+from onebit.comm import PeerError
+from onebit.membership import network
 
 SCRIPT = Path(__file__).with_name("member_ranks.py")
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-STEPS = 500  # ten seconds: enough for another process to start
 
 
 @dataclass
@@ -40,7 +45,7 @@ class Run:
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENV)
 
     def start(self, name: str, founders: int) -> None:
-        command = [sys.executable, str(SCRIPT), f"127.0.0.1:{self.port}", name, str(founders), str(STEPS)]
+        command = [sys.executable, str(SCRIPT), f"127.0.0.1:{self.port}", name, str(founders), str(self.folder / "end")]
         with self.output(name).open("w") as file:
             self.members[name] = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=ENV)
 
@@ -54,10 +59,17 @@ class Run:
             time.sleep(0.02)
 
     def ends(self, *names: str) -> list[list[str]]:
-        """What these said at their end: digest, lost, joined, seconds."""
-        found = []
+        """Have these end 50 steps from now. What they said at their end: digest, lost, joined, seconds."""
+        lines, found = self.output(names[0]).read_text().splitlines(), []
+        last = next(int(line.split()[1]) for line in reversed(lines) if line.startswith("step"))
+        (self.folder / "next").write_text(str(last + 50))
+        (self.folder / "next").rename(self.folder / "end")
         for name in names:
-            assert self.members[name].wait(60) == 0, self.output(name).read_text()[-3000:]
+            try:
+                code = self.members[name].wait(60)
+            except subprocess.TimeoutExpired:
+                code = None
+            assert code == 0, {name: self.output(name).read_text()[-1500:] for name in self.members}
             found.append(re.search(r"(?m)^done (.*)$", self.output(name).read_text())[1].split())
         return found
 
@@ -115,13 +127,25 @@ def test_a_stopped_member_is_left_behind_and_comes_back(run: Run) -> None:
     run.members["b"].send_signal(signal.SIGSTOP)
     run.await_line("a", "of 2 members")
     run.members["b"].send_signal(signal.SIGCONT)
+    run.await_line("a", "(?s)of 2 members.*of 3 members")
     a, b, c = run.ends("a", "b", "c")
     assert a[0] == b[0] == c[0] and a[1] == "1"
 
 
+def test_members_meet_after_an_epoch_that_did_not_connect_on_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys of a default group contain a number that each failure of one counts up."""
+    monkeypatch.setattr(network, "CONNECT_S", 0.5)
+    store = torch.distributed.HashStore()
+    rendezvous = Mock()
+    with pytest.raises(PeerError, match="epoch 1 does not connect"):
+        network._group(rendezvous, lambda: store, 3.0, membership.Roster(1, ("a", "b")), 0)
+    transport = network._group(rendezvous, lambda: store, 3.0, membership.Roster(2, ("a",)), 0)
+    assert torch.distributed.group.WORLD.group_name == "0"
+    transport.close()
+
+
 @pytest.mark.timeout(60)
 def test_without_a_rendezvous_it_says_what_to_start(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, str(SCRIPT), "127.0.0.1:1", "a", "1", "1"], capture_output=True, text=True, env=ENV, timeout=50
-    )
+    command = [sys.executable, str(SCRIPT), "127.0.0.1:1", "a", "1", "none"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=50)
     assert ended.returncode == 1 and "start `onebit rendezvous --port 1`" in ended.stderr

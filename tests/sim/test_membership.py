@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from test_onebit_adam import SIZES, gradient, split, start
 from torch import Tensor, nn
 
 import onebit
-from onebit.comm import IdentityCodec, SimTransport
+from onebit.comm import IdentityCodec, PeerError, SimTransport
 from onebit.dense import DenseAverager, average_gradients
 from onebit.membership import Buffers, Change, Members, MembershipError, begin
 from onebit.reference.onebit_adam import OnebitAdam as OnebitAdamOracle
@@ -375,6 +376,20 @@ def test_a_stranger_does_not_end_the_run_of_others() -> None:
     for thread in run.threads:
         thread.join(30)
     assert torch.equal(run.results["a"], run.results["b"]) and max(hub.networks) == 2
+
+
+def test_nobody_waits_for_a_member_that_has_given_the_epoch_up() -> None:
+    """a has moved on to the next epoch and waits there for b, which lives."""
+    hub = Hub(2)
+    a, b = (hub.members(name, [INF]).rendezvous for name in "ab")
+    with ThreadPoolExecutor() as pool:
+        roster, same = pool.map(lambda one: one.meet(None), (a, b))
+        assert roster == same
+        next_of_a = pool.submit(a.meet, roster)
+        with pytest.raises(PeerError, match="a gave up epoch 1"):
+            b.confirm(roster, "ready")
+        assert b.meet(roster) == next_of_a.result(10) and set(next_of_a.result().names) == {"a", "b"}
+    a.leave(), b.leave()
 
 
 def test_a_name_is_taken_once() -> None:
