@@ -262,6 +262,9 @@ class AdamRule(Rule):
         self._release_buffers()
         return phase
 
+    def end_interrupted_step(self) -> None:
+        self._freeze_where_due()  # measures the network if no member has done so
+
     def _release_buffers(self) -> None:
         """Free the buffers of buckets that exchange no gradients for a while. A hierarchy uses them in every step."""
         if not self.policy.compresses or self.placement.hierarchy.local_size > 1:

@@ -17,7 +17,7 @@ from .comm import Codec
 from .layout.bucket import Bucket
 from .onebit_adam import AdamRule
 from .optimizer import CommonOptions, CompressedOptimizer
-from .rule import MEETS_AGAIN, codec_of_gradients
+from .rule import codec_of_gradients
 from .step.bucket_step import Answer, BucketStep, Decision, Meeting
 from .usage.contract import Group, State
 from .usage.signature import shows_all_options
@@ -98,9 +98,6 @@ class MuonRule(AdamRule):
         for update, p, held in zip(bucket.views, bucket.params, bucket.local_values, strict=True):
             update.mul_(lr * adjustment(p.shape, self.adjust_lr)).add_(held.float(), alpha=decay)
         self.placement.move(bucket, decision)
-
-    def why_members_stay(self) -> str:
-        return MEETS_AGAIN
 
     def meet(self, buckets: Sequence[Bucket], said: Sequence[Meeting]) -> Sequence[Answer]:
         """Orthogonalise all matrices. Every replica does so itself; ranks that hold shards of one share the work."""

@@ -633,8 +633,6 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def _why_members_stay(self) -> str:
         if self.delay:
             return "with delay=1 a step is under way between two; use delay=0"
-        if self.policy.mode == "auto":
-            return 'compression="auto" measures the network within a step; use compression="always"'
         if self.model_parallel_group.whole.world_size > 1:
             return "a member is one rank, and this model is divided among several"
         return self.rule.why_members_stay()
@@ -658,12 +656,17 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
                         return None
                     if found.is_back:  # gradients of parameters that the run has left behind count as none
                         self.zero_grad()
+                    self.rule.end_interrupted_step()
                 steps = self.steps_taken()
                 return self._take_step_once(scale)
             except PeerError as error:
                 self._lost = error
                 if 0 <= steps < self.steps_taken():
                     return None  # taken and written; the members meet before the next one
+
+    def progress(self) -> tuple[int, int]:
+        """See `membership.change.Changing`."""
+        return self.steps_taken(), int(self.policy.compresses is not None)
 
     def leave_world(self) -> State:
         """See `membership.change.Changing`."""

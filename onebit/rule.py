@@ -182,6 +182,12 @@ class Rule(BucketRule[Bucket]):
         """
         return MEETS_AGAIN
 
+    def end_interrupted_step(self) -> None:
+        """Do what is left of `after_step` if a lost member has ended it early. All members, after a change of members.
+
+        Does nothing if nothing is left.
+        """
+
     @property
     def asks_first(self) -> bool:
         """Whether ranks compare options before the first bucket of a step is sent, as its kind follows from them."""

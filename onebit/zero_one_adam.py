@@ -323,6 +323,8 @@ class ZeroOneRule(Rule):
             self._seen_since_sync.clear()
             self._accumulated_weight = [0.0] * len(groups)
             self._kept_share = [1.0] * len(groups)
+        if self._round == _VARIANCE:
+            self.end_interrupted_step()
         return self._round
 
     def _end_variance_step(self, step: int) -> None:
@@ -338,6 +340,8 @@ class ZeroOneRule(Rule):
             self._variance_total = [0.0] * len(self._variance_total)
         for bucket in self.buckets:
             bucket.floor_J = None
+
+    def end_interrupted_step(self) -> None:
         if not self.updates.is_due(self._seen_steps):  # the next step would be the first in one bit
             self.policy.decide()
 

@@ -1,8 +1,8 @@
 """A change of members: brings an optimizer's state from the world of one epoch to that of the next.
 
     1. The step under way is forgotten: nothing of it was written, and its gradients remain. The state is taken as is.
-    2. The members of the next epoch meet, and exchange how many steps each has taken.
-    3. The first of those that have taken the most sends its state to newcomers, and to members without the last step.
+    2. The members of the next epoch meet, and exchange how far each has come.
+    3. The first of those that are furthest sends its state to newcomers, and to members without the last step.
     4. Each keeps its own residuals, and divides its chunks for the new number of ranks.
 
 If another member is lost meanwhile, this begins again at 2. Nothing is written before 4.
@@ -48,6 +48,9 @@ class Changing(Protocol):
 
     def steps_taken(self) -> int:
         """Number of training steps that were taken."""
+
+    def progress(self) -> tuple[int, ...]:
+        """How far this member is, in the order of tuples: those behind the furthest take over its state."""
 
     def option_lines(self) -> list[str]:
         """The options that must be the same on all ranks, as text."""
@@ -144,7 +147,7 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
     while True:
         try:
             members.enter_next(why)
-            theirs = _bring_together(optimizer, members, steps, own)
+            theirs = _bring_together(optimizer, members, own)
             assert members.roster is not None
             # A copy of the state may take longer than a transport's timeout: wait in the rendezvous instead.
             members.rendezvous.confirm(members.roster, "ready")
@@ -169,11 +172,11 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
     return found
 
 
-def _bring_together(optimizer: Changing, members: Members, steps: int, own: State) -> State | None:
+def _bring_together(optimizer: Changing, members: Members, own: State) -> State | None:
     """The state that this member lacks, from the member that sends it; None if it lacks nothing."""
     assert members.roster is not None
-    mine = {"steps": steps, "has_state": members.has_state}
-    standing = [json.loads(row) for row in gather_bytes(members, json.dumps(mine).ljust(64).encode())]
+    mine = {"progress": optimizer.progress(), "has_state": members.has_state}
+    standing = [json.loads(row) for row in gather_bytes(members, json.dumps(mine).ljust(128).encode())]
     with_state = [rank for rank, its in enumerate(standing) if its["has_state"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if len(with_state) < members.world_size:
@@ -184,14 +187,15 @@ def _bring_together(optimizer: Changing, members: Members, steps: int, own: Stat
                 f"{members.rendezvous.name}: no member of epoch {members.roster.epoch} has the run's state: those that "
                 "had it are lost; start anew from a checkpoint"
             )
-        if not any(its["steps"] for its in standing):
+        if not any(its["progress"][0] for its in standing):
             make_equal(members, [p for p in params if p.numel() > 0])
             return _share(members) if members.travels else None
-        with_state = [max(range(len(standing)), key=lambda rank: standing[rank]["steps"])]  # it has loaded a checkpoint
+        first = max(range(len(standing)), key=lambda rank: standing[rank]["progress"])  # it has loaded a checkpoint
+        with_state = [first]
         standing = [{**its, "has_state": rank in with_state} for rank, its in enumerate(standing)]
-    newest = max(standing[rank]["steps"] for rank in with_state)
-    source = next(rank for rank in with_state if standing[rank]["steps"] == newest)
-    lacking = [rank for rank, its in enumerate(standing) if not its["has_state"] or its["steps"] < newest]
+    furthest = max(standing[rank]["progress"] for rank in with_state)
+    source = next(rank for rank in with_state if standing[rank]["progress"] == furthest)
+    lacking = [rank for rank, its in enumerate(standing) if not its["has_state"] or its["progress"] < furthest]
     if not lacking or members.rank not in (source, *lacking):
         return None
     ranks = sorted([source, *lacking])
