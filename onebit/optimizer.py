@@ -656,7 +656,6 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
                         return None
                     if found.is_back:  # gradients of parameters that the run has left behind count as none
                         self.zero_grad()
-                    self.rule.end_interrupted_step()
                 steps = self.steps_taken()
                 return self._take_step_once(scale)
             except PeerError as error:
@@ -667,6 +666,10 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def progress(self) -> tuple[int, int]:
         """See `membership.change.Changing`."""
         return self.steps_taken(), int(self.policy.compresses is not None)
+
+    def end_interrupted_step(self) -> None:
+        """See `membership.change.Changing`."""
+        self.rule.end_interrupted_step()
 
     def leave_world(self) -> State:
         """See `membership.change.Changing`."""

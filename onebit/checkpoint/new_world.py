@@ -11,11 +11,11 @@ elements that this rank still owns stays; the rest goes into its worker error, t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..layout.bucket import Bucket
 from ..layout.flat import Layout, lay_out
 from ..model_parallel import local
 from ..usage.contract import State
@@ -93,35 +93,41 @@ def _settle(optimizer: StateOwner, state: State, residuals: list[tuple[Tensor, T
     """was: the record that says in which world these residuals, (worker, server) of each bucket, are a rank's own."""
     former = [lay_out(bucket.layout.shapes, bucket.layout.block, was["world_size"]) for bucket in optimizer.buckets]
     optimizer.relay()
-    identified, transport = identity(optimizer), optimizer.transport
+    identified = identity(optimizer)
     record = state["onebit"] | {key: identified[key] for key in PLACE}
     entries, buckets = {key: dict(entry) for key, entry in state["state"].items()}, []
     for bucket, layout, saved, both in zip(optimizer.buckets, former, record["buckets"], residuals, strict=True):
         frames, numel = saved["frames"], bucket.layout.numel
         server = None
         if saved["has_errors"]:
-            kept, rest = _cut(bucket, layout, None if both is None else both[1], was["rank"])
-            worker = rest.mul_(transport.world_size)
-            if both is not None:
-                ratio = transport.world_size / was["world_size"]
-                worker.add_(resize(both[0].to(bucket.device, torch.float32), numel), alpha=ratio)
-            errors = bucket.layout.views(worker.to(optimizer.placement.error_dtype))
-            for key, error in zip(saved["params"], errors, strict=True):
+            worker, server = (x.to(optimizer.placement.error_dtype) for x in carried(bucket, layout, both, was["rank"]))
+            for key, error in zip(saved["params"], bucket.layout.views(worker), strict=True):
                 entries[key]["worker_error"] = error
-            server = kept.to(optimizer.placement.error_dtype)
         if frames is not None:
             frames = reframe(frames.to(bucket.device), optimizer.codec, saved["numel"], bucket.layout)
         buckets.append({**saved, "numel": numel, "frames": frames, "server_error": server})
     restore(optimizer, {**state, "state": entries, "onebit": {**record, "buckets": buckets}})
 
 
-def _cut(bucket: Bucket, former: Layout, server: Tensor | None, rank: int) -> tuple[Tensor, Tensor]:
-    """A server error of a former layout: of the chunk that this rank owns now, and of all others, flat; float32."""
+class LaidOut(Protocol):
+    """A bucket of any optimizer, in the new world."""
+
+    device: torch.device
+    layout: Layout
+    rank: int
+
+
+def carried(bucket: LaidOut, former: Layout, both: tuple[Tensor, Tensor] | None, rank: int) -> tuple[Tensor, Tensor]:
+    """Worker and server error in the new world, float32, from those of a rank in a former one. None: they are zero."""
+    W, layout = bucket.layout.world_size, bucket.layout
+    if both is None:
+        zeros = torch.zeros(layout.numel, device=bucket.device, dtype=torch.float32)
+        return zeros, zeros[: layout.chunk].clone()
+    worker, server = (x.to(bucket.device, torch.float32) for x in both)
     flat = torch.zeros(former.numel, device=bucket.device, dtype=torch.float32)
-    if server is not None:
-        flat.view(former.world_size, -1)[rank] = server.to(bucket.device, torch.float32)
-    rest = resize(flat, bucket.layout.numel)
-    own = bucket.own_chunk(rest)
+    flat.view(former.world_size, -1)[rank] = server
+    rest = resize(flat, layout.numel)
+    own = rest.view(W, -1)[bucket.rank]
     kept = own.clone()
     own.zero_()
-    return kept, rest
+    return rest.mul_(W).add_(resize(worker, layout.numel), alpha=W / former.world_size), kept

@@ -87,8 +87,9 @@ class LocalBucket:
     likewise; None if μ = 0. correction: v, float32 [W·N]; None without one. peak_lr: the largest learning rate so far,
     if there is a correction. ef: e and E. wire, at_send: frames of an exchange under way, and w as it was sent, if w
     moves on meanwhile. sent_HB: a copy of the sent frames, for a checkpoint. said_WB: frames of this node from the last
-    exchange, for the correction. paces: by parameter, the largest recent move in a round per step and learning rate,
-    and the same per norm of its gradient; empty before the first round.
+    exchange, for the correction. may_retry: a round that was sent may be sent anew, among members that come and go, for
+    which e is kept while it travels. paces: by parameter, the largest recent move in a round per step and learning
+    rate, and the same per norm of its gradient; empty before the first round.
     """
 
     index: int
@@ -112,6 +113,7 @@ class LocalBucket:
     at_send: Tensor | None = None
     sent_HB: Tensor | None = None
     said_WB: Tensor | None = None
+    may_retry: bool = False
     paces: list[tuple[float, float]] = field(default_factory=list)
 
     def gradients(self) -> list[Tensor | None]:
@@ -175,6 +177,16 @@ class LocalBucket:
             ws, vs = zip(*pairs, strict=True)
             torch._foreach_add_(ws, vs, alpha=lr)
 
+    def relay(self, layout: Layout, rank: int) -> None:
+        """Lay the bucket out for another set of ranks, with residuals of zero and without a correction so far."""
+        before, self.layout, self.rank, self.counts = self.layout, layout, rank, layout.counts(self.device)
+        self.anchor = _laid_out(self.anchor, before, layout)
+        self.velocity = None if self.velocity is None else _laid_out(self.velocity, before, layout)
+        self.correction = None if self.correction is None else torch.zeros_like(self.anchor)
+        self.ef = ErrorFeedback.zeros(layout.numel, layout.world_size, dtype=self.ef.worker.dtype, device=self.device)
+        self.ef.worker_next = self.ef.worker.new_empty(0)
+        self.wire = self.at_send = self.sent_HB = self.said_WB = None
+
     # ---------------------------------------------------------------- a round
 
     def send(self, codec: Codec, transport: Transport, share: Share, *, keeps_weights: bool) -> Exchange:
@@ -210,8 +222,9 @@ class LocalBucket:
             x_HN.add_(e_HN)
         # In a flat world x is the next error; in two levels each rank of a node keeps its own rows.
         residual = x if len(x_HN) == self.layout.world_size else x_HN.reshape(-1).clone()
-        # A round that has been sent is never taken back: the error before it is not needed, and its memory is freed.
-        self.ef.worker = self.ef.worker_next = residual.to(self.ef.worker.dtype)
+        self.ef.worker_next = residual.to(self.ef.worker.dtype)
+        if not self.may_retry:  # then the error before the round is not needed, and its memory is freed
+            self.ef.worker = self.ef.worker_next
         if keeps_weights:
             self.sent_HB = self.wire.sent_HB.clone()
 
@@ -285,6 +298,13 @@ class LocalBucket:
             self.at_send = self.sent_HB = None
         else:
             self.return_to_anchor()
+
+
+def _laid_out(flat: Tensor, before: Layout, layout: Layout) -> Tensor:
+    """The parameters' elements of a flat tensor in another layout; zeros between and after them."""
+    found = torch.zeros(layout.numel, device=flat.device, dtype=flat.dtype)
+    torch._foreach_copy_(layout.views(found), before.views(flat))
+    return found
 
 
 def is_lossless(codec: Codec) -> bool:

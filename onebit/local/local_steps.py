@@ -26,14 +26,17 @@ from torch import nn
 from .. import comm
 from ..agreement.replicas import ReplicaCheck
 from ..agreement.skips import MOST_SKIPS, SkipLimit
-from ..comm import Codec, SignCodec, Transport
+from ..comm import Codec, PeerError, SignCodec, Transport
 from ..comm.transports.notes import calling
 from ..dense import DenseAverager
 from ..layout.buckets import elements_of
+from ..membership.change import change
+from ..membership.members import Members
 from ..model_parallel import ModelParallelGroup, model_parallel_group_of
 from ..usage.contract import State, check_number, loss_of
 from ..usage.frozen import gradient_of, refuse_unfrozen
 from ..usage.graphs import outside_graphs
+from . import new_world
 from . import state as states
 from .buffers import BufferMean
 from .fragment import Fragment, OuterStep, divide
@@ -134,8 +137,11 @@ class LocalSteps(Wrapped):
         self.codec = self.options.codec
         self.replica_check, self.skip_limit = ReplicaCheck(check_replicas_every), SkipLimit(max_consecutive_skips)
         self.transport = comm.init() if transport is None else transport
-        comm.check_transport(self.transport)
+        comm.check_transport(self.transport, may_change=True)
         self.model_parallel_group = parts = model_parallel_group_of(model_parallel_group)
+        self._members = self.transport if isinstance(self.transport, Members) else None
+        if self._members is not None and (why := self._why_members_stay()):
+            raise ValueError(f"LocalSteps cannot go on as its members come and go (onebit.membership): {why}")
         self.stats, self.traffic = LocalStats(), LocalTraffic(self.transport)
         self.replica = Replica(self, self.options, self.transport, parts)
         self.hierarchy, self.buckets = self.replica.hierarchy, self.replica.buckets
@@ -148,6 +154,8 @@ class LocalSteps(Wrapped):
         self.fragments: list[Fragment] = []
         self.steps = 0
         self.is_away = self.is_frozen = self._is_finished = False
+        self._counts_steps = self._members is not None  # in place of tokens: a newcomer weighs less in its first round
+        self._change_is_due = False  # all members have agreed to let newcomers in after this round
         self._edit = ""  # description of a replaced parameter in the groups: this rank then takes no more steps
         self._averager: DenseAverager | None = None
         self.build()
@@ -205,6 +213,10 @@ class LocalSteps(Wrapped):
             count: Number of tokens, or of another unit that all ranks use; added to earlier counts of the round.
         """
         check_number(f"rank {self.transport.rank}: add_tokens", "count", count)
+        if self._counts_steps:
+            self._counts_steps = False
+            for fragment in self.fragments:
+                fragment.tokens = 0.0
         for fragment in self.fragments:
             fragment.tokens += float(count)
 
@@ -232,6 +244,7 @@ class LocalSteps(Wrapped):
         loss = loss_of(closure)
         self.traffic.begin(in_backward=self._averager is not None)
         self.stats.phase = "local"
+        self._meet_if_epoch_is_over()
         self._look_for_edits()
         names = list(self.buckets.frozen.values())
         refuse_unfrozen(self.transport.rank, names, [[gradient_of(p) is not None for p in self.buckets.frozen]])
@@ -243,6 +256,8 @@ class LocalSteps(Wrapped):
         if not self._edit:
             self._take_inner_step()
         self.steps += 1
+        for fragment in self.fragments if self._counts_steps else ():
+            fragment.tokens += 1.0
         for fragment in self.fragments:
             self.rounds.bring_home(fragment, self.steps)
         for fragment in self.fragments:
@@ -271,11 +286,29 @@ class LocalSteps(Wrapped):
 
         Returns False if all ranks have finished (`join`): this was the last round.
         """
+        if self._members is None:
+            return self._take_round_once(fragment, is_delayed=is_delayed)
+        try:
+            self._take_round_once(fragment, is_delayed=False)
+        except PeerError as error:
+            self._change(error)
+        if self._change_is_due:
+            self._change(None)
+        return True
+
+    def _take_round_once(self, fragment: Fragment, *, is_delayed: bool) -> bool:
         is_here = not (self.is_frozen or self.is_away)
         interval = self.policy.next(self.steps)
         ballot, spoilt = self.rounds.vote(
-            fragment, self.steps, interval, is_present=is_here, is_finished=self._is_finished, edit=self._edit
+            fragment,
+            self.steps,
+            interval,
+            is_present=is_here,
+            is_finished=self._is_finished,
+            edit=self._edit,
+            changes=self._members is not None and self._members.is_awaited(),
         )
+        self._change_is_due = any(vote.changes for vote in ballot.votes)
         self.steps, interval = ballot.agreed.step, self.policy.decide(ballot.agreed)
         self.rounds.send(fragment, ballot, spoilt, is_delayed=is_delayed)
         fragment.due = self.steps + interval
@@ -311,6 +344,7 @@ class LocalSteps(Wrapped):
                 self.replica.show()
                 return
             for fragment in self.fragments:
+                fragment.due = self.steps
                 self._take_round(fragment, is_delayed=False)
             P = len(self.fragments)
             for k, fragment in enumerate(self.fragments):
@@ -362,6 +396,11 @@ class LocalSteps(Wrapped):
             RuntimeError: There are several fragments, or a delay.
         """
         self._is_finished = False
+        if self._members is not None:
+            raise RuntimeError(
+                f"{self._members.rendezvous.name}: join() is not for members that come and go; let each train as many "
+                "steps, or leave"
+            )
         if len(self.fragments) > 1 or self.options.delay:
             raise RuntimeError(
                 f"rank {self.transport.rank}: join() needs fragments=1 and delay=0; otherwise give all ranks the same "
@@ -382,6 +421,67 @@ class LocalSteps(Wrapped):
         """Compare the anchors' bits. All ranks; raises ReplicaError on all if they differ."""
         with self.traffic.waited.running():
             self.replica.check_anchors(self.steps)
+
+    # ---------------------------------------------------------------- members that come and go
+
+    def _why_members_stay(self) -> str:
+        if self.options.fragments > 1 or self.options.delay > 0:
+            return "with fragments or a delay a round is under way between steps; use fragments=1 and delay=0"
+        if isinstance(self.interval, Auto):
+            return 'every="auto" measures the network within a round; give a number of steps'
+        if self.model_parallel_group.whole.world_size > 1:
+            return "a member is one rank, and this model is divided among several"
+        return ""
+
+    def _meet_if_epoch_is_over(self) -> None:
+        if self._members is None:
+            return
+        if self._members.roster is None:
+            raise RuntimeError(
+                f"{self._members.rendezvous.name} is in no run yet: call onebit.membership.begin(optimizer) before "
+                "step()"
+            )
+        if self._members.is_over():  # others have lost a member in the last round, and wait
+            self._change(PeerError("another member has ended the epoch"))
+
+    def _change(self, why: PeerError | None) -> None:
+        assert self._members is not None
+        self._change_is_due = False
+        if change(self, self._members, why).is_back:  # gradients of parameters that the run has left behind
+            self.zero_grad()
+
+    def steps_taken(self) -> int:
+        """Number of local steps that were taken."""
+        return self.steps
+
+    def option_lines(self) -> list[str]:
+        """The options that must be the same on all ranks, as text."""
+        return self.replica.option_lines()
+
+    def progress(self) -> tuple[int, ...]:
+        """See `membership.change.Changing`: the step of the last round."""
+        return (self.fragments[0].synced_at,)
+
+    def end_interrupted_step(self) -> None:
+        """See `membership.change.Changing`: take the round that is due."""
+        if self.fragments[0].due == self.steps > self.fragments[0].synced_at:
+            self._take_round_once(self.fragments[0], is_delayed=False)
+
+    def leave_world(self) -> State:
+        """See `membership.change.Changing`."""
+        return new_world.leave(self)
+
+    def for_others(self, state: State) -> State:
+        """See `membership.change.Changing`."""
+        return new_world.for_others(self)
+
+    def enter_world(self, state: State) -> None:
+        """See `membership.change.Changing`."""
+        new_world.enter(self, state)
+
+    def take_over(self, theirs: State, own: State | None) -> None:
+        """See `membership.change.Changing`."""
+        new_world.take_over(self, theirs, own)
 
     # ---------------------------------------------------------------- states
 

@@ -71,6 +71,7 @@ class Replica:
             ef=ErrorFeedback(worker, server, worker.new_empty(0), torch.zeros_like(server)),
             velocity=torch.zeros_like(anchor) if self._options.outer.momentum > 0.0 else None,
             correction=torch.zeros_like(anchor) if self._options.correction_steps > 0 else None,
+            may_retry=self._transport.ranks_change,
         )
         bucket.anchor.copy_(bucket.flatten())
         return bucket

@@ -28,6 +28,7 @@ class RoundVote:
     it is carried over. is_finished: it has no batches left (`join`). owes: whether it has a residual of earlier rounds.
     tokens: its training data since the last round, from `add_tokens`. gradients: see `wrappers.gradient_digest`. edit:
     a replaced parameter that this rank has found in its groups, for the error; for another rank, whether there is one.
+    changes: newcomers wait to be let in, among members that come and go.
     keeps: by group, the product of the weight decays since the last round. decays: by parameter, whether it had a
     gradient in every step since then: only then has the inner optimizer decayed it each time.
     """
@@ -42,9 +43,10 @@ class RoundVote:
     keeps: tuple[float, ...] = ()
     decays: tuple[bool, ...] = ()
     edit: str = ""
+    changes: bool = False
 
     def to_bytes(self) -> bytes:
-        flags = self.is_present, self.is_finished, self.owes | bool(self.edit) << 1
+        flags = self.is_present, self.is_finished, self.owes | bool(self.edit) << 1 | self.changes << 2
         fixed = _FIXED.pack(self.step, self.interval, *flags, self.tokens, self.gradients)
         bits = sum(1 << k for k, decays in enumerate(self.decays) if decays)
         numbers = struct.pack(f"<{len(self.keeps)}d", *self.keeps)
@@ -57,7 +59,8 @@ class RoundVote:
         decays = tuple(bool(bits >> k & 1) for k in range(parameters))
         step, interval, is_present, is_finished, flags, tokens, gradients = _FIXED.unpack_from(data)
         owes, edit = bool(flags & 1), "something" if flags & 2 else ""
-        return cls(step, interval, is_present, is_finished, owes, tokens, gradients, numbers, decays, edit)
+        changes = bool(flags & 4)
+        return cls(step, interval, is_present, is_finished, owes, tokens, gradients, numbers, decays, edit, changes)
 
 
 @dataclass(frozen=True)

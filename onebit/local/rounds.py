@@ -72,12 +72,20 @@ class Rounds:
         self._has_looked, self._gradients = True, NOT_COMPARED
 
     def vote(
-        self, fragment: Fragment, step: int, interval: int, *, is_present: bool, is_finished: bool, edit: str
+        self,
+        fragment: Fragment,
+        step: int,
+        interval: int,
+        *,
+        is_present: bool,
+        is_finished: bool,
+        edit: str,
+        changes: bool,
     ) -> tuple[Ballot, list[LocalBucket]]:
         """Exchange votes. Returns the ballot, and the buckets that were not finite here and are at the anchor now.
 
-        step, interval, is_finished, edit: this rank's, as in `RoundVote`. is_present: whether its difference counts if
-        it is finite.
+        step, interval, is_finished, edit, changes: this rank's, as in `RoundVote`. is_present: whether its difference
+        counts if it is finite.
         """
         spoilt = self._restore_spoilt(fragment, step)
         for bucket in (bucket for bucket in fragment.buckets if bucket not in spoilt):
@@ -98,6 +106,7 @@ class Rounds:
             tuple(fragment.keeps),
             tuple(fragment.decays),
             edit,
+            changes,
         )
         device = self._buckets[0].device if self._buckets else torch.device("cpu")
         with self._waited.running():
@@ -136,6 +145,7 @@ class Rounds:
         """Send this fragment's differences. It lands now, or with is_delayed `delay` steps later."""
         step = ballot.agreed.step
         fragment.shares = self._shares(fragment, ballot, spoilt)
+        since_last = fragment.tokens, fragment.keeps, fragment.decays
         fragment.begin(step)
         self._stats.phase = "round"
         exchanges = (
@@ -146,6 +156,11 @@ class Rounds:
         try:
             if is_delayed:
                 fragment.tasks = [ExchangeTask(each) for each in exchanges]
+            elif self._transport.ranks_change:  # if a member is lost, no bucket may have landed
+                with self._waited.running():
+                    comm.wait_all([ExchangeTask(each) for each in exchanges])
+                for bucket, share in zip(fragment.buckets, fragment.shares, strict=True):
+                    bucket.land(self._codec, self._outer, share)
             else:
                 with self._waited.running():
                     comm.interleave(
@@ -153,6 +168,7 @@ class Rounds:
                     )
         except BaseException:
             fragment.move("skip")  # a further step() raises this error again
+            fragment.tokens, fragment.keeps, fragment.decays = since_last
             raise
         if is_delayed:
             fragment.move("suspend")

@@ -50,7 +50,13 @@ class Changing(Protocol):
         """Number of training steps that were taken."""
 
     def progress(self) -> tuple[int, ...]:
-        """How far this member is, in the order of tuples: those behind the furthest take over its state."""
+        """How far this member is: those behind the furthest, in the order of tuples, take over its state.
+
+        First the number of the last step that all members took together.
+        """
+
+    def end_interrupted_step(self) -> None:
+        """Do together what the loss of a member has left undone. All members, after each change; may do nothing."""
 
     def option_lines(self) -> list[str]:
         """The options that must be the same on all ranks, as text."""
@@ -129,6 +135,7 @@ def begin(optimizer: Changing, **travels: Travels) -> None:
         raise
 
 
+@torch.no_grad()
 def change(optimizer: Changing, members: Members, why: PeerError | None) -> Change:
     """Bring this member and its optimizer into the next epoch. All members.
 
@@ -142,8 +149,29 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
         ValueError: As `begin`.
     """
     began, before, sent = time.monotonic(), members.roster, members.sent_bytes
+    took_step = is_back = False
+    while True:
+        steps = optimizer.progress()[0]
+        why = _enter_next(optimizer, members, why)
+        is_back |= not members.has_state and before is not None
+        took_step |= optimizer.progress()[0] > steps and not is_back
+        members.has_state = True
+        try:
+            optimizer.end_interrupted_step()
+            break
+        except PeerError as error:
+            why = error
+    assert members.roster is not None
+    names, last = members.roster.names, () if before is None else before.names
+    lost, joined = (tuple(n for n in a if n not in b) for a, b in ((last, names), (names, last)))
+    found = Change(took_step, is_back, lost, joined, members.sent_bytes - sent, time.monotonic() - began)
+    _report(members, found, optimizer.steps_taken(), why)
+    return found
+
+
+def _enter_next(optimizer: Changing, members: Members, why: PeerError | None) -> PeerError | None:
+    """Bring this member and its optimizer into the next epoch that begins. Returns the last error that ended one."""
     own = optimizer.leave_world()
-    steps = optimizer.steps_taken()
     while True:
         try:
             members.enter_next(why)
@@ -162,20 +190,13 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
         for name, its in members.travels.items():
             its.load_state_dict(theirs["travels"][name])
     members.rendezvous.begin()
-    is_back = not members.has_state and before is not None
-    took_step = optimizer.steps_taken() > steps and not is_back
-    members.has_state = True
-    names, last = members.roster.names, () if before is None else before.names
-    lost, joined = (tuple(n for n in a if n not in b) for a, b in ((last, names), (names, last)))
-    found = Change(took_step, is_back, lost, joined, members.sent_bytes - sent, time.monotonic() - began)
-    _report(members, found, optimizer.steps_taken(), why)
-    return found
+    return why
 
 
 def _bring_together(optimizer: Changing, members: Members, own: State) -> State | None:
     """The state that this member lacks, from the member that sends it; None if it lacks nothing."""
     assert members.roster is not None
-    mine = {"progress": optimizer.progress(), "has_state": members.has_state}
+    mine = {"steps": optimizer.steps_taken(), "progress": optimizer.progress(), "has_state": members.has_state}
     standing = [json.loads(row) for row in gather_bytes(members, json.dumps(mine).ljust(128).encode())]
     with_state = [rank for rank, its in enumerate(standing) if its["has_state"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -187,10 +208,10 @@ def _bring_together(optimizer: Changing, members: Members, own: State) -> State 
                 f"{members.rendezvous.name}: no member of epoch {members.roster.epoch} has the run's state: those that "
                 "had it are lost; start anew from a checkpoint"
             )
-        if not any(its["progress"][0] for its in standing):
+        if not any(its["steps"] for its in standing):
             make_equal(members, [p for p in params if p.numel() > 0])
             return _share(members) if members.travels else None
-        first = max(range(len(standing)), key=lambda rank: standing[rank]["progress"])  # it has loaded a checkpoint
+        first = max(range(len(standing)), key=lambda rank: standing[rank]["steps"])  # it has loaded a checkpoint
         with_state = [first]
         standing = [{**its, "has_state": rank in with_state} for rank, its in enumerate(standing)]
     furthest = max(standing[rank]["progress"] for rank in with_state)

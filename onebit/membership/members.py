@@ -88,6 +88,10 @@ class Members(Transport):
         """Whether a newcomer waits to be let in, as far as this member has looked. The first member looks for all."""
         return self.rendezvous.is_awaited.is_set()
 
+    def is_over(self) -> bool:
+        """Whether another member has left the current epoch for the next, as far as this one has looked."""
+        return self.rendezvous.is_over.is_set()
+
     # ---------------------------------------------------------------- the transport of the epoch
 
     @property

@@ -107,6 +107,8 @@ class Rendezvous:
         self._ended = threading.Event()
         self.is_awaited = threading.Event()
         """Set if a newcomer waits for the next epoch, as far as this member has looked. The first one looks for all."""
+        self.is_over = threading.Event()
+        """Set if another member of this epoch waits for the next, as far as this member has looked."""
         threading.Thread(target=self._live, name="onebit-members", daemon=True).start()
 
     def meet(self, last: Roster | None, missed: Collection[str] = ()) -> Roster:
@@ -130,6 +132,7 @@ class Rendezvous:
                 with self._lock:
                     self._now = roster
                     self.is_awaited.clear()
+                    self.is_over.clear()
                 return roster
             before, missed = roster, ()  # this epoch was closed without this member: try the one after
 
@@ -184,15 +187,25 @@ class Rendezvous:
             try:
                 self._beats.add(_beat(self.name), 1)
                 now = self._now
-                if now.names[:1] == (self.name,) and time.monotonic() - looked >= self.patience.look_s:
+                if now.epoch and time.monotonic() - looked >= self.patience.look_s:
                     looked = time.monotonic()
-                    self._publish_again(now)
-                    waits = self._beats.add(_here(now.epoch + 1), 0) > 0
-                    with self._lock:
-                        if waits and now is self._now:
-                            self.is_awaited.set()
+                    self._look(now)
             except MembershipError as error:  # a store that is away must not stop a member
                 log.debug("%s", error)
+
+    def _look(self, now: Roster) -> None:
+        """See who waits for the next epoch. The first member looks for newcomers."""
+        is_first = now.names[:1] == (self.name,)
+        if is_first:
+            self._publish_again(now)
+        waits = self._arrived(now.epoch + 1, self._beats)[0] if self._beats.add(_here(now.epoch + 1), 0) > 0 else []
+        with self._lock:
+            if now is not self._now:
+                return
+            if is_first and waits:
+                self.is_awaited.set()
+            if any(name in now.names and name != self.name for name in waits):
+                self.is_over.set()
 
     def _publish_again(self, now: Roster) -> None:
         """Write the members into a store that has come back empty, before a newcomer takes it for a new run's."""
@@ -241,14 +254,15 @@ class Rendezvous:
         names = ", ".join(before.names)
         return f"no member of epoch {before.epoch} ({names}) has come: they are lost, or stuck in a step"
 
-    def _arrived(self, epoch: int) -> tuple[list[str], set[str]]:
+    def _arrived(self, epoch: int, store: _Steady | None = None) -> tuple[list[str], set[str]]:
         """The names of the members that have come, in order, and of those that any of them misses."""
+        store = store or self._store
         names: dict[str, None] = {}
         missed: set[str] = set()
-        for k in range(1, self._store.add(_here(epoch), 0) + 1):
-            if self._store.check([key := f"{_here(epoch)}/{k}"]):
+        for k in range(1, store.add(_here(epoch), 0) + 1):
+            if store.check([key := f"{_here(epoch)}/{k}"]):
                 try:
-                    found = self._read(key)
+                    found = self._read(key, store)
                 except MembershipError as error:  # a stranger must not end the run of others
                     if key not in self._strange:
                         log.warning("%s: %s", self.name, error)
@@ -274,8 +288,8 @@ class Rendezvous:
         text = json.dumps(value)
         return f"{self._signature(key, text)} {text}"
 
-    def _read(self, key: str) -> dict[str, Any]:
-        signature, _, text = self._store.get(key).decode(errors="replace").partition(" ")
+    def _read(self, key: str, store: _Steady | None = None) -> dict[str, Any]:
+        signature, _, text = (store or self._store).get(key).decode(errors="replace").partition(" ")
         if not hmac.compare_digest(signature.encode(), self._signature(key, text).encode()):
             raise MembershipError(
                 f"{key} in the store was not written with this run's token: another run uses the store, or a stranger; "

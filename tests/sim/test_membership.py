@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from test_onebit_adam import SIZES, gradient, split, start
 from torch import Tensor, nn
 
 import onebit
+from onebit.checkpoint.new_world import carried
 from onebit.comm import IdentityCodec, PeerError, SimTransport
 from onebit.comm.messages import gather_bytes
 from onebit.dense import DenseAverager, average_gradients
+from onebit.layout.flat import Layout, lay_out
 from onebit.membership import Buffers, Change, Members, MembershipError, begin
 from onebit.reference.onebit_adam import OnebitAdam as OnebitAdamOracle
 from onebit.step import link_probe
@@ -26,7 +29,7 @@ from onebit.step.link_probe import LinkProbe
 from onebit.zero import ShardedOnebitAdam
 
 INF = float("inf")
-Make: TypeAlias = Callable[[nn.Module, Members], onebit.OnebitAdam]
+Make: TypeAlias = Callable[[nn.Module, Members], Any]
 
 
 def net() -> nn.Module:
@@ -43,10 +46,9 @@ def await_newcomers(members: Members, hub: Hub, newcomers: int) -> None:
         time.sleep(0.005)
 
 
-def adam(model: nn.Module, members: Members) -> onebit.OnebitAdam:
-    return onebit.OnebitAdam(
-        model.parameters(), lr=1e-2, transport=members, compression="always", bucket_cap_mb=0.001, freeze_step=4
-    )
+def adam(model: nn.Module, members: Members, **options: Any) -> onebit.OnebitAdam:
+    common = {"lr": 1e-2, "compression": "always", "bucket_cap_mb": 0.001, "freeze_step": 4}
+    return onebit.OnebitAdam(model.parameters(), transport=members, **{**common, **options})
 
 
 def measured(make: type) -> Make:
@@ -57,6 +59,11 @@ def measured(make: type) -> Make:
 def muon(model: nn.Module, members: Members) -> onebit.OnebitMuon:
     groups = onebit.muon_groups(model, head=model[2])
     return onebit.OnebitMuon(groups, lr=1e-2, transport=members, compression="always", bucket_cap_mb=0.001)
+
+
+def local(model: nn.Module, members: Members, **options: Any) -> onebit.LocalSteps:
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return onebit.LocalSteps(inner, every=4, transport=members, bucket_cap_mb=0.001, **options)
 
 
 def train(members: Members, steps: int, hub: Hub | None = None, make: Make = adam) -> tuple[int, Tensor]:
@@ -111,7 +118,7 @@ def test_a_step_that_others_have_taken_is_taken_over(monkeypatch: pytest.MonkeyP
         assert calls == 12  # a step counts once, whoever took it
         return torch.cat([p.detach().view(-1) for p in model.parameters()])
 
-    for fuse in range(30, 66, 2):
+    for fuse in range(30, 48):
         first, second = founded(Hub(3), work, [INF, fuse + 0.5, INF]).join().results.values()
         assert torch.equal(first, second)
     assert any(found.took_step for found in changes)
@@ -153,8 +160,14 @@ def test_random_changes_leave_replicas_equal(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
-    [muon, measured(onebit.OnebitAdam), measured(onebit.ZeroOneAdam)],
-    ids=["muon", "measured", "measured 0/1"],
+    [
+        muon,
+        measured(onebit.OnebitAdam),
+        measured(onebit.ZeroOneAdam),
+        local,
+        partial(local, outer_lr=0.7, outer_momentum=0.9, error_decay=0.9, codec=IdentityCodec()),
+    ],
+    ids=["muon", "measured", "measured 0/1", "local", "local, momentum"],
 )
 @pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.thorough) for k in range(1, 6))])
 def test_random_changes_of_other_optimizers(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +290,87 @@ def test_equals_the_textbook_loop_whose_workers_change(founders: int, leaves: di
     np.testing.assert_allclose(found, oracle.x, atol=2e-4, rtol=0)
 
 
+@pytest.mark.parametrize(("founders", "leaves", "newcomers"), [(3, {"b": 8}, ""), (2, {}, "cd"), (2, {"a": 10}, "")])
+def test_local_steps_are_those_of_the_members_of_each_round(
+    founders: int, leaves: dict[str, int], newcomers: str
+) -> None:
+    """In full precision a round leaves the mean of its members' parameters; a loop in float64 takes the same steps."""
+    hub = Hub(founders)
+
+    def work(members: Members) -> tuple[list[tuple[str, ...]], np.ndarray]:
+        name, params = members.rendezvous.name, [nn.Parameter(torch.from_numpy(start()).float())]
+        optimizer = onebit.LocalSteps(
+            torch.optim.SGD(params, lr=LR, weight_decay=0.1), every=4, codec=IdentityCodec(), transport=members
+        )
+        begin(optimizer)
+        rosters = []
+        while (step := optimizer.steps_taken()) < leaves.get(name, 24):
+            if newcomers and step == 10:
+                await_newcomers(members, hub, len(newcomers))
+            x = params[0].detach().double().numpy()
+            params[0].grad = torch.from_numpy(gradient(x, step, ord(name) - 97)).float()
+            optimizer.step()
+            assert members.roster is not None
+            if (step + 1) % 4 == 0:
+                rosters.append(members.roster.names)
+        if name in leaves:
+            raise Killed
+        return rosters, params[0].detach().double().numpy()
+
+    run = founded(hub, work, [INF] * founders)
+    assert not newcomers or hub.holds.wait(30)
+    for name in newcomers:
+        run.start(name)
+    run.join()
+    stayed = list(run.results.values())
+    rosters, found = max(stayed, key=lambda its: len(its[0]))
+    assert len(set(rosters)) == 2 and all(np.array_equal(found, its[1]) for its in stayed)
+    x = start()
+    first = {name: list(rosters).index(names) for names in rosters for name in names}
+    for k, names in enumerate(rosters):
+        # Newcomers were let in after the round, at whose end the list was read.
+        taking_part = [name for name in names if not (name in newcomers and k == first[name])]
+        each = []
+        for name in taking_part:
+            w = x.copy()
+            for step in range(4 * k, 4 * k + 4):
+                w -= LR * (gradient(w, step, ord(name) - 97) + 0.1 * w)
+            each.append(w)
+        x = np.mean(each, axis=0)
+    np.testing.assert_allclose(found, x, atol=1e-5, rtol=0)
+
+
+def drawn(layout: Layout) -> Tensor:
+    """Random values of the parameters; zeros in the padding."""
+    flat = torch.zeros(layout.numel)
+    for view in layout.views(flat):
+        view.normal_()
+    return flat
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_members_owe_is_carried_over(seed: int) -> None:
+    """The mean of worker errors plus server errors, but for those of the lost; any sizes, any who stay, any order."""
+    draw = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    shapes = [torch.Size([int(n)]) for n in draw.integers(1, 300, size=int(draw.integers(1, 4)))]
+    W, new_W = (int(draw.integers(1, 7)) for _ in range(2))
+    before, now = (lay_out(shapes, 8, size) for size in (W, new_W))
+    stay = draw.permutation(W)[: int(draw.integers(1, min(W, new_W) + 1))]
+    owed, carried_over = torch.zeros(before.numel).double(), torch.zeros(now.numel).double()
+    for rank, old in enumerate(stay):
+        worker, owned = drawn(before), torch.zeros(before.numel)
+        server = owned.view(W, -1)[old]
+        server.copy_(drawn(before).view(W, -1)[old])
+        owed += worker.double() / W + owned.double()
+        bucket = Mock(device=torch.device("cpu"), layout=now, rank=rank)
+        errors, kept = carried(bucket, before, (worker, server), int(old))
+        carried_over += errors.double() / new_W
+        carried_over.view(new_W, -1)[rank] += kept.double()
+    for was, its in zip(before.views(owed), now.views(carried_over), strict=True):
+        torch.testing.assert_close(its, was, atol=1e-5, rtol=1e-5)
+
+
 def test_a_run_that_nobody_carries_on_is_told_apart_from_a_start() -> None:
     """Its state is gone: a newcomer may not take its own initial values for the run's."""
 
@@ -304,7 +398,8 @@ def test_a_run_that_nobody_carries_on_is_told_apart_from_a_start() -> None:
             "local_step_clipper=1",
         ),
         (lambda p, t: ShardedOnebitAdam(p, lr=1e-2, transport=t), "the only copy"),
-        (lambda p, t: onebit.LocalSteps(torch.optim.AdamW(p), every=4, transport=t), "OnebitAdam"),
+        (lambda p, t: onebit.LocalSteps(torch.optim.AdamW(p), every=4, delay=2, transport=t), "delay=0"),
+        (lambda p, t: onebit.LocalSteps(torch.optim.AdamW(p), every="auto", transport=t), "give a number of steps"),
         (lambda p, t: DenseAverager(p, t), "OnebitAdam"),
         (lambda p, t: onebit.Lamb(p, lr=1e-2).step() or average_gradients(p, t), "OnebitAdam"),
     ],
@@ -396,7 +491,9 @@ def test_a_newcomer_with_another_model_is_refused_and_the_others_go_on() -> None
 def test_a_loss_within_a_vote_on_replicas_is_survived() -> None:
     """It comes after the step was written: the members meet before the next one, and no step is taken twice."""
     for fuse in range(60, 76):
-        run = founded(Hub(3), lambda members: train(members, 12, check_replicas_every=1), [INF, fuse, INF]).join()
+        run = founded(
+            Hub(3), lambda members: train(members, 12, make=partial(adam, check_replicas_every=1)), [INF, fuse, INF]
+        ).join()
         (steps, first), (others, second) = run.results.values()
         assert steps == others == 12 and torch.equal(first, second)
 

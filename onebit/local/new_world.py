@@ -1,0 +1,101 @@
+"""Local steps whose world changes: other ranks, another number of them. See `membership/change.py`.
+
+Anchors and outer momentum are the same on all members, parameters and the inner optimizer's state are each one's own.
+Residuals are carried over as in `checkpoint/new_world.py`. Corrections begin anew: they add up to zero over the members
+that learnt them, and would no longer.
+
+Members that have landed a round and members that could not land it both have their parameters of before: the latter
+take over the anchor. A newcomer begins at the anchor, with a member's inner state and nothing to say about the round
+under way; it counts by its own steps in it, as all do (`round_vote.weights_of`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.new_world import carried
+from ..layout.flat import lay_out
+from ..usage.contract import State
+
+if TYPE_CHECKING:
+    from .local_steps import LocalSteps
+
+
+def leave(optimizer: LocalSteps) -> State:
+    """This rank's residuals, and what the round under way would make of them."""
+    transport, decay = optimizer.transport, optimizer.options.outer.error_decay
+    residuals = []
+    for bucket in optimizer.buckets:
+        ef, bucket.wire, bucket.said_WB = bucket.ef, None, None
+        was_sent = ef.worker_next.numel() > 0
+        residuals.append(
+            {"now": (ef.worker, ef.server), "next": (ef.worker_next * decay, ef.server_next) if was_sent else None}
+        )
+    return {"rank": transport.rank, "world_size": transport.world_size, "residuals": residuals}
+
+
+def for_others(optimizer: LocalSteps) -> State:
+    """What all members have, and this one's inner state for newcomers. Needs the layout with which it was made."""
+    (fragment,) = optimizer.fragments
+    flats = [(bucket, bucket.anchor, bucket.velocity) for bucket in optimizer.buckets]
+    return {
+        "anchors": [list(bucket.layout.views(anchor)) for bucket, anchor, _ in flats],
+        "velocities": [[] if u is None else list(bucket.layout.views(u)) for bucket, _, u in flats],
+        "inner": optimizer.inner.state_dict(),
+        "steps": optimizer.steps,
+        "synced_at": fragment.synced_at,
+        "due": fragment.due,
+        "interval": optimizer.stats.interval,
+        "keeps": list(fragment.keeps),
+        "decays": list(fragment.decays),
+    }
+
+
+def enter(optimizer: LocalSteps, own: State) -> None:
+    """Go on with the residuals that `leave` gave, in the transport's world."""
+    _relay(optimizer, own, "now")
+    if optimizer.steps == 0:  # founders: their parameters have just become equal
+        optimizer.adopt_parameters()
+
+
+def take_over(optimizer: LocalSteps, theirs: State, own: State | None) -> None:
+    """Land the round that others have landed; without a state of its own, begin where they are."""
+    _relay(optimizer, own, "next")
+    (fragment,) = optimizer.fragments
+    for bucket, anchor, velocity in zip(optimizer.buckets, theirs["anchors"], theirs["velocities"], strict=True):
+        torch._foreach_copy_(list(bucket.layout.views(bucket.anchor)), anchor)
+        if bucket.velocity is not None:
+            torch._foreach_copy_(list(bucket.layout.views(bucket.velocity)), velocity)
+        bucket.return_to_anchor()
+    fragment.synced_at, fragment.due, fragment.tokens = theirs["synced_at"], theirs["due"], 0.0
+    fragment.keeps, fragment.decays = [1.0] * len(fragment.keeps), [True] * len(fragment.decays)
+    optimizer.stats.interval, optimizer.is_frozen = theirs["interval"], False
+    if own is None:
+        optimizer.inner_step.load(theirs["inner"])
+        optimizer.steps = theirs["steps"]
+        fragment.keeps, fragment.decays = list(theirs["keeps"]), list(theirs["decays"])
+        decays = iter(fragment.decays)
+        for bucket in optimizer.buckets:
+            for w in bucket.local_values:
+                if next(decays):
+                    w.mul_(fragment.keeps[bucket.group_index])
+    optimizer.replica.show()
+    optimizer.rounds.stop_looking()
+    optimizer.replica_check.restart(optimizer.steps)
+
+
+def _relay(optimizer: LocalSteps, own: State | None, which: str) -> None:
+    """Lay all buckets out for the transport's ranks, with these residuals carried over; None: they are zero."""
+    transport = optimizer.transport
+    for k, bucket in enumerate(optimizer.buckets):
+        shapes, block = bucket.layout.shapes, bucket.layout.block
+        bucket.relay(lay_out(shapes, block, transport.world_size), transport.rank)
+        both: tuple[Tensor, Tensor] | None = None if own is None else own["residuals"][k][which]
+        if own is not None and both is not None:
+            former = lay_out(shapes, block, own["world_size"])
+            worker, server = carried(bucket, former, both, own["rank"])
+            bucket.ef.worker.copy_(worker)
+            bucket.ef.server.copy_(server)
