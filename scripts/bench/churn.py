@@ -1,18 +1,21 @@
 """Members that are killed and come back: seconds until the others step again, until it counts again, goodput.
 
     python scripts/bench.py churn --every 15 --seconds 120 --record runs/churn.md
+    python scripts/bench.py churn --ways onebit local torchft torchft-diloco torchrun --torchft PYTHON
 
 Processes on this machine, with computing emulated by sleeping. Every so many seconds a random member is killed with
-SIGKILL; its process is started again after a pause. Goodput: samples of all members over those of an undisturbed run of
-the same length with all of them, and over what the living ones could have done (a member lives from its first step to
-its kill).
+SIGKILL; its process is started again after a pause; all ways have the same schedule. Goodput: samples that count, over
+those of an undisturbed run of the same way and length, and over what the living ones could have done (a member lives
+from its first step to its kill). PYTHON is that of an environment with torchft; the ways are in `churn_ways.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -23,36 +26,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
+import torch.distributed as dist
 from provenance import record_path, write_record
-from torch import nn
 
-import onebit
+from bench.churn_ways import ROUND, SAMPLES, WAYS, WIDTH, Member, command, lighthouse
 from bench.command import words
 from bench.record import describe_machine, machines
-from onebit import membership
-from onebit.membership.network import serve
-
-WIDTH = 512
-
-
-def worker(address: str, name: str, founders: int, compute_s: float, out: str, until: float, layers: int) -> None:
-    """One member: a line of JSON for each step, with when it ended and how many members took it."""
-    torch.set_num_threads(1)
-    patience = membership.Patience(wait_s=60.0)
-    members = membership.connect(address, name=name, founders=founders, timeout_s=10.0, patience=patience)
-    torch.manual_seed(1)
-    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
-    optimizer = onebit.OnebitAdam(net.parameters(), lr=1e-4, transport=members, compression="always", freeze_step=5)
-    membership.begin(optimizer)
-    with Path(out).open("w", buffering=1) as file:
-        while time.time() < until:
-            net(torch.randn(8, WIDTH)).square().mean().backward()
-            time.sleep(compute_s)
-            optimizer.step()
-            optimizer.zero_grad()
-            file.write(json.dumps([time.time(), optimizer.steps_taken(), members.world_size]) + "\n")
-    members.abandon()
 
 
 @dataclass
@@ -72,10 +51,11 @@ class Life:
 
 @dataclass
 class Churn:
-    """What happened: kills as (when, name); lives of all members."""
+    """What happened from when all members had taken a step: kills as (when, name); lives of all members."""
 
-    compute_s: float
-    seconds: float
+    way: str
+    began: float = 0.0
+    ended: float = 0.0
     kills: list[tuple[float, str]] = field(default_factory=list)
     lives: list[Life] = field(default_factory=list)
 
@@ -84,7 +64,8 @@ class Churn:
         found = []
         for when, name in self.kills:
             members = next(life for life in self.lives if life.name == name and life.ended == when).steps()[-1][2]
-            others = [step for life in self.lives if life.name != name for step in life.steps()]
+            lives = [life for life in self.lives if life.started < when and not life.ended <= when]
+            others = [step for life in lives for step in life.steps()]
             found += sorted(t - when for t, _, present in others if t > when and present < members)[:1]
         return found
 
@@ -94,31 +75,51 @@ class Churn:
         return [life.steps()[0][0] - life.started for life in late]
 
     def samples(self) -> int:
-        """Steps of all members, each counted where its process ended it."""
-        return sum(len(life.steps()) for life in self.lives)
+        """Samples of all members; a step that was taken again counts as it was taken last."""
+        steps = sorted(step for life in self.lives for step in life.steps() if step[0] > self.began)
+        return sum({number: members for _, number, members in steps}.values()) * SAMPLES.get(self.way, 1)
+
+    def per_second(self) -> float:
+        return self.samples() / (self.ended - self.began)
 
     def alive_s(self) -> float:
         """Seconds that members lived, from their first step on."""
-        return sum(life.ended - life.steps()[0][0] for life in self.lives if life.steps())
+        return sum(life.ended - max(life.steps()[0][0], self.began) for life in self.lives if life.steps())
 
 
-def run(args: argparse.Namespace, every: float, folder: Path, seed: int) -> Churn:
+def run(args: argparse.Namespace, way: str, every: float, folder: Path, seed: int) -> Churn:
     """One run of the schedule; every: 0: nobody is killed."""
-    store, draw = serve(0), random.Random(seed)
-    churn, until = Churn(args.compute, args.seconds), time.time() + args.seconds + 8.0
+    store, draw = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False), random.Random(seed)
+    churn, until = Churn(way), time.time() + args.seconds + 8.0
+    port, light = store.port, None
+    if way.startswith("torchft"):
+        port = store.port + 1
+        light = lighthouse(args.torchft, port)
+        time.sleep(1.0)
 
     def start(name: str) -> None:
         life = f"{name}-{len(churn.lives)}"
         out = folder / f"{life}.jsonl"
-        call = ["worker", f"127.0.0.1:{store.port}", life, args.members, args.compute, out, until, args.layers]
-        process = subprocess.Popen(words("churn", *map(str, call)))
+        call = ["worker", way, f"127.0.0.1:{port}", life, args.members, args.compute, out, until, args.layers]
+        python = args.torchft if light is not None else sys.executable
+        script = words("churn", *map(str, call))[1:]
+        with (folder / f"{life}.log").open("w") as log:
+            process = subprocess.Popen(
+                command(way, python, script, f"127.0.0.1:{port}", args.members),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # torchrun's agent and its rank are killed together, as a machine is
+            )
         churn.lives.append(Life(name, out, time.time(), process))
 
     for k in range(args.members):
         start(f"member {k}")
     while not all(life.steps() for life in churn.lives):
+        if time.time() > until:
+            raise RuntimeError(f"{way}: not all members have begun; see the files in {folder}")
         time.sleep(0.1)
-    next_kill, back = time.time() + every, []
+    churn.began, churn.ended = time.time(), until
+    next_kill, back = churn.began + every, []
     while (now := time.time()) < until - 1.0:
         for due, name in [each for each in back if each[0] <= now]:
             start(name)
@@ -126,7 +127,7 @@ def run(args: argparse.Namespace, every: float, folder: Path, seed: int) -> Chur
         living = [life for life in churn.lives if not life.ended and life.steps()]
         if every and now >= next_kill and len(living) > 1:
             victim = draw.choice(living)
-            victim.process.kill()
+            os.killpg(victim.process.pid, signal.SIGKILL)
             victim.ended = time.time()
             churn.kills.append((victim.ended, victim.name))
             back.append((now + args.back_after, victim.name))
@@ -136,11 +137,14 @@ def run(args: argparse.Namespace, every: float, folder: Path, seed: int) -> Chur
         life.ended = life.ended or until
         with suppress(subprocess.TimeoutExpired):
             life.process.wait(timeout=max(0.1, until + 10.0 - time.time()))
-        life.process.kill()  # one that came too late waits for an epoch
+        with suppress(ProcessLookupError):
+            os.killpg(life.process.pid, signal.SIGKILL)  # one that came too late waits for an epoch
+    if light is not None:
+        light.kill()
     return churn
 
 
-def report(args: argparse.Namespace, calm: Churn, runs: dict[float, Churn]) -> str:
+def report(args: argparse.Namespace, runs: dict[str, dict[float, Churn]]) -> str:
     lines = [
         "# Members that are killed and come back",
         "",
@@ -149,21 +153,30 @@ def report(args: argparse.Namespace, calm: Churn, runs: dict[float, Churn]) -> s
         f"{args.back_after:g} s. Medians, and the largest.",
         "",
         *machines([describe_machine()]),
-        "| killed every | kills | next step, s | counts again, s | samples / undisturbed | / of the living |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| way | killed every | kills | next step, s | counts again, s | samples / undisturbed | / of the living |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    rate = calm.samples() / calm.alive_s()
-    for every, churn in runs.items():
-        step, back = churn.to_next_step(), churn.to_count_again()
-        of_all = churn.samples() / calm.samples()
-        of_living = churn.samples() / churn.alive_s() / rate
-        cells = [f"{statistics.median(each):.2f} ({max(each):.2f})" if each else "-" for each in (step, back)]
-        lines.append(f"| {every:g} s | {len(churn.kills)} | {' | '.join(cells)} | {of_all:.2f} | {of_living:.2f} |")
+    for way, by_interval in runs.items():
+        calm = by_interval[0.0]
+        rate = calm.samples() / calm.alive_s()
+        lines.append(f"| {way} | never | 0 | - | - | {calm.per_second():.1f} a second | 1 |")
+        for every, churn in by_interval.items():
+            if not every:
+                continue
+            cells = [
+                f"{statistics.median(each):.2f} ({max(each):.2f})" if each else "-"
+                for each in (churn.to_next_step(), churn.to_count_again())
+            ]
+            of_all, of_living = churn.per_second() / calm.per_second(), churn.samples() / churn.alive_s() / rate
+            lines.append(
+                f"| {way} | {every:g} s | {len(churn.kills)} | {' | '.join(cells)} | {of_all:.2f} | {of_living:.2f} |"
+            )
     lines += [
         "",
-        "Next step: from SIGKILL to the end of the first step without the killed member, one step of compute included. "
-        "Counts again: from the start of the new process, with Python's and torch's imports, to its first step. Of the "
-        "living: samples per second that a member lived, over the undisturbed run's.",
+        "Next step: from SIGKILL to the end of the first step that counts without the killed member, compute included; "
+        f"of `local` and `torchft-diloco`, of the first round of {ROUND} steps. Counts again: from the start of the "
+        "new process, with Python's and torch's imports, to its first step. Of the living: samples per second that a "
+        "member lived, over the undisturbed run's.",
         "",
     ]
     return "\n".join(lines)
@@ -172,10 +185,13 @@ def report(args: argparse.Namespace, calm: Churn, runs: dict[float, Churn]) -> s
 def main(argv: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["worker"]:
-        address, name, founders, compute, out, until, layers = given[1:]
-        return worker(address, name, int(founders), float(compute), out, float(until), int(layers))
+        way, address, name, founders, compute, out, until, layers = given[1:]
+        member = Member(address, name, int(founders), float(compute), Path(out), float(until), int(layers))
+        return WAYS[way](member)
     parser = argparse.ArgumentParser(prog="bench.py churn", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
+    add("--ways", nargs="+", choices=WAYS, default=["onebit"], help="what trains (default: onebit)")
+    add("--torchft", metavar="PYTHON", help="of an environment with torchft 0.2.0 and this torch")
     add("--members", type=int, default=4, help="how many there are (default: 4)")
     add("--layers", type=int, default=4, help=f"linear layers of {WIDTH} x {WIDTH} (default: 4)")
     add("--compute", type=float, default=0.2, metavar="SECONDS", help="of a step, emulated (default: 0.2)")
@@ -187,18 +203,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="SECONDS",
         help="until a killed one starts again (default: 10)",
     )
-    add("--seconds", type=float, default=180.0, help="of one run (default: 180)")
+    add("--seconds", type=float, default=180.0, help="of one run, with the start (default: 180)")
     add("--seed", type=int, default=0, help="of the choice of victims (default: 0)")
     add("--record", type=record_path, metavar="FILE", help="write the table there")
     args = parser.parse_args(given)
+    if args.torchft is None and any(way.startswith("torchft") for way in args.ways):
+        parser.error(
+            "torchft runs in an environment of its own: python -m venv V; V/bin/pip install torchft==0.2.0 "
+            "torch==2.13.0; --torchft V/bin/python"
+        )
+    kept: dict[str, dict[float, Churn]] = {way: {} for way in args.ways}
     with tempfile.TemporaryDirectory(prefix="churn-") as folder:
-        kept = {}
-        for every in (0.0, *args.every):
-            place = Path(folder, f"{every:g}")
-            place.mkdir()
-            kept[every] = run(args, every, place, args.seed)
-        calm = kept.pop(0.0)
-        text = report(args, calm, kept)
+        for way in args.ways:
+            for every in (0.0, *args.every):
+                place = Path(folder, f"{way}-{every:g}")
+                place.mkdir()
+                kept[way][every] = run(args, way, every, place, args.seed)
+        text = report(args, kept)
     print(text)
     if args.record is not None:
         write_record(args.record, text)
