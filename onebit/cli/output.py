@@ -75,12 +75,13 @@ class Screen:
             print(f"\n{table.text()}\n", flush=True)
             return
         from rich.table import Table as RichTable
+        from rich.text import Text
 
         shown = RichTable(title=table.title, title_justify="left", title_style="bold")
         for k, heading in enumerate(table.headings):
             shown.add_column(heading, justify="left" if k < table.words else "right", no_wrap=True)
         for row in table.rows:
-            shown.add_row(*row)
+            shown.add_row(*map(Text, row))  # not markup: a cell may be a stranger's text
         self._console.print(shown)
 
     def status(self, text: str) -> None:
