@@ -6,7 +6,7 @@
     ...                                     # the loop as it was
 
 A member is a rank. `rendezvous.py` agrees on the members, `members.py` is the transport between the current ones, and
-`change.py` brings an optimizer from one set of members to the next.
+`change.py` brings an optimizer from one set of members to the next. `published.py` is what onlookers may know.
 """
 
 from .buffers import Buffers

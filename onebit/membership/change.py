@@ -30,6 +30,7 @@ from ..agreement.replicas import check_same_lines, make_equal
 from ..checkpoint.archive import read_archive
 from ..comm import PeerError, Transport
 from ..comm.messages import gather_bytes, gather_texts
+from ..step.stats import Stats
 from ..usage.contract import Group, State
 from .members import Members, Travels
 from .rendezvous import MembershipError
@@ -45,6 +46,7 @@ class Changing(Protocol):
 
     param_groups: list[Group]
     transport: Transport
+    stats: Stats
 
     def steps_taken(self) -> int:
         """Number of training steps that were taken."""
@@ -165,6 +167,7 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
     names, last = members.roster.names, () if before is None else before.names
     lost, joined = (tuple(n for n in a if n not in b) for a, b in ((last, names), (names, last)))
     found = Change(took_step, is_back, lost, joined, members.sent_bytes - sent, time.monotonic() - began)
+    members.rendezvous.note_change(optimizer, found.seconds, "" if why is None else str(why))
     _report(members, found, optimizer.steps_taken(), why)
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -26,15 +27,23 @@ from .rendezvous import MembershipError, Patience, Rendezvous, Roster
 if TYPE_CHECKING:
     from ..comm.transports.torch_distributed import TorchTransport
 
+ADDRESS, FOUNDERS, TOKEN = "ONEBIT_RENDEZVOUS", "ONEBIT_FOUNDERS", "ONEBIT_TOKEN"
+"""Variables of the environment that `connect` reads: what `onebit run --join` gives a script."""
+
+LISTENER_S = 5.0
+"""How long a rendezvous that starts at the same time may take to listen."""
+
+POLL_S = 0.2
+
 CONNECT_S = 10.0
 """Seconds in which the members of an epoch must connect to each other, once all of them have confirmed it."""
 
 
 def connect(
-    address: str,
+    address: str | None = None,
     *,
-    founders: int = 1,
-    token: str = "",
+    founders: int | None = None,
+    token: str | None = None,
     name: str | None = None,
     timeout_s: float = 30.0,
     patience: Patience | None = None,
@@ -45,9 +54,10 @@ def connect(
     the bytes; the process must have no default process group of torch.distributed, as each epoch is one.
 
     Args:
-        address: "host:port" of `onebit rendezvous`.
-        founders: Number of members with which the run begins, the same on all. Default 1.
-        token: A secret of the run, the same on all members. Default "".
+        address: "host:port" of `onebit rendezvous`. Default: the environment's ONEBIT_RENDEZVOUS, which
+            `onebit run --join` sets.
+        founders: Number of members with which the run begins, the same on all. Default: ONEBIT_FOUNDERS, or 1.
+        token: A secret of the run, the same on all members. Default: ONEBIT_TOKEN, or "".
         name: Name of this member, which no other member has or ever had. Default: host, process number and a random
             number.
         timeout_s: Seconds after which a silent member counts as lost. Default 30.
@@ -56,18 +66,24 @@ def connect(
     Raises:
         MembershipError: Nothing answers at the address.
         RuntimeError: torch.distributed has a default process group.
-        ValueError: The address is not "host:port".
+        ValueError: There is no address, or it is not "host:port"; or ONEBIT_FOUNDERS is not a number.
     """
     if dist.is_initialized():
         raise RuntimeError(
             "torch.distributed has a default process group already, and each epoch of members is one: take out "
             "init_process_group() and onebit.comm.init(), and start one process for each member without torchrun"
         )
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError(f'address must be "host:port" of `onebit rendezvous`, got {address!r}')
+    address = os.environ.get(ADDRESS) if address is None else address
+    if not address:
+        raise ValueError(
+            'no address of a rendezvous: call connect("host:port"), or start the script by '
+            "`onebit run --join HOST:PORT -- python ...`, which sets ONEBIT_RENDEZVOUS"
+        )
+    host, port = parse_address(address)
+    founders = _founders(os.environ.get(FOUNDERS, "1")) if founders is None else founders
+    token = os.environ.get(TOKEN, "") if token is None else token
     name = name or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
-    store = partial(_store, host, int(port))
+    store = partial(reach, host, port)
     rendezvous = Rendezvous(store, name, token=token, founders=founders, patience=patience)
     members = Members(rendezvous, partial(_group, rendezvous, store, timeout_s))
     atexit.register(members.abandon)  # Gloo's threads may abort a Python that ends; it also tells the others at once
@@ -83,20 +99,49 @@ def serve(port: int) -> dist.TCPStore:
     return dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
 
 
-def _store(host: str, port: int) -> dist.Store:
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port". Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f'address must be "host:port" of `onebit rendezvous`, got {address!r}')
+    return host, int(port)
+
+
+def reach(host: str, port: int) -> dist.Store:
+    """A new connection to the store of a rendezvous. Raises MembershipError if none answers within seconds."""
+
+    def join() -> dist.Store:
+        _await_listener(host, port)
+        timeout = timedelta(seconds=STORE_S)
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
     try:
-        return call_within(
-            STORE_S + ANSWER_S,  # after torch's own timeout: a thread that comes back as Python ends aborts it
-            lambda: dist.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=STORE_S)
-            ),
-            port,
-        )
-    except (RuntimeError, TimeoutError) as error:
+        # After torch's own timeout: a thread that comes back as Python ends aborts it.
+        return call_within(LISTENER_S + STORE_S + ANSWER_S, join, port)
+    except (OSError, RuntimeError, TimeoutError) as error:
         raise MembershipError(
             f"no rendezvous answers at {host}:{port} ({reason(error)}): start `onebit rendezvous --port {port}` on a "
             "machine that all members reach, before the first of them"
         ) from error
+
+
+def _await_listener(host: str, port: int) -> None:
+    """Wait until the port is open: TCPStore waits, too, but then writes pages of C++ frames to standard error."""
+    deadline = time.monotonic() + LISTENER_S
+    while True:
+        try:
+            socket.create_connection((host, port), max(deadline - time.monotonic(), 0.1)).close()
+            return
+        except OSError:
+            if time.monotonic() + POLL_S > deadline:
+                raise
+            time.sleep(POLL_S)
+
+
+def _founders(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"ONEBIT_FOUNDERS must be a number of members, at least 1; got {text!r}")
+    return int(text)
 
 
 def _group(

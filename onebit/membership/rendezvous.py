@@ -6,14 +6,12 @@ come or has fallen silent: each counts up a number in the store as long as its p
 roster be written. A member that comes later is a newcomer of the epoch after.
 
 Between changes the store is needed for these numbers alone, and may be away. Values are JSON with an HMAC keyed by the
-run's token, so that a process without the token cannot write one; nothing is unpickled.
+run's token, so that a process without the token cannot write one; nothing is unpickled. With the signs of life go what
+`published.py` has for onlookers.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import json
 import logging
 import threading
 import time
@@ -23,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..comm import PeerError
+from .published import MOST_EPOCHS, TELL_S, Meter, Watched, about_here, here, read_signed, sign
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -104,6 +103,9 @@ class Rendezvous:
         if self._store.add(f"name/{name}", 1) > 1:
             raise ValueError(f"a member of this run is or was called {name}; take another name, or none")
         self._lock, self._now = threading.Lock(), Roster(0, ())
+        self._meter, self._about, self._beat_count = Meter(), about_here(), 0
+        self._changes: dict[int, dict[str, object]] = {}  # the last ones, to be published if this member is the first
+        self._published = set[int]()
         self._ended = threading.Event()
         self.is_awaited = threading.Event()
         """Set if a newcomer waits for the next epoch, as far as this member has looked. The first one looks for all."""
@@ -167,6 +169,23 @@ class Rendezvous:
         """Note in the store that the run has begun."""
         self._store.set("begun", "yes")
 
+    def note_change(self, optimizer: Watched, seconds: float, why: str) -> None:
+        """Keep what a change cost, for onlookers; nothing is sent here. From now on this optimizer's steps are counted.
+
+        Args:
+            optimizer: Over the members of the epoch that begins.
+            seconds: Duration of the change.
+            why: The error that ended the epoch before; empty if none did.
+        """
+        self._meter.watch(optimizer)
+        now, step = self._now, optimizer.steps_taken() + 1
+        found = {"names": now.names, "at": time.time(), "step": step, "seconds": seconds, "why": why[:500]}
+        if now.names[0] != self.name:  # the first member has published those before
+            self._published.update(self._changes)
+        self._changes[now.epoch] = found
+        for epoch in sorted(self._changes)[:-MOST_EPOCHS]:
+            del self._changes[epoch]
+
     def end(self, why: str) -> None:
         """Tell waiting newcomers that the run has ended, if the store can be reached.
 
@@ -175,18 +194,25 @@ class Rendezvous:
         """
         self.leave()
         with suppress(MembershipError):
-            self._beats.set("ended", self._signed("ended", {"why": why}))
+            self._tell(self._meter.read())
+            self._beats.set("ended", self._signed("ended", {"why": why, "at": time.time()}))
 
     def leave(self) -> None:
         """Give no more signs of life."""
         self._ended.set()
 
     def _live(self) -> None:
-        looked = time.monotonic()
+        looked, told = time.monotonic(), float("-inf")
         while not self._ended.wait(self.patience.beat_s):
             try:
                 self._beats.add(_beat(self.name), 1)
-                now = self._now
+                now, progress = self._now, self._meter.read()  # at each beat: it sees when steps end
+                is_first = now.names[:1] == (self.name,)
+                if time.monotonic() - told >= TELL_S:
+                    told = time.monotonic()
+                    self._tell(progress)
+                elif is_first:
+                    self._publish_change()
                 if now.epoch and time.monotonic() - looked >= self.patience.look_s:
                     looked = time.monotonic()
                     self._look(now)
@@ -198,7 +224,7 @@ class Rendezvous:
         is_first = now.names[:1] == (self.name,)
         if is_first:
             self._publish_again(now)
-        waits = self._arrived(now.epoch + 1, self._beats)[0] if self._beats.add(_here(now.epoch + 1), 0) > 0 else []
+        waits = self._arrived(now.epoch + 1, self._beats)[0] if self._beats.add(here(now.epoch + 1), 0) > 0 else []
         with self._lock:
             if now is not self._now:
                 return
@@ -207,6 +233,20 @@ class Rendezvous:
             if any(name in now.names and name != self.name for name in waits):
                 self.is_over.set()
 
+    def _tell(self, progress: dict[str, object]) -> None:
+        self._beat_count += 1
+        period_s, key = max(TELL_S, self.patience.beat_s), f"about/{self.name}"
+        now = {"beats": self._beat_count, "at": time.time(), "tell_s": period_s, "founders": self.founders}
+        self._beats.set(key, self._signed(key, self._about | progress | now))
+
+    def _publish_change(self) -> None:
+        """One at a beat: over a slow link each takes time, in which no sign of life is given."""
+        pending = {epoch: its for epoch, its in dict(self._changes).items() if epoch not in self._published}
+        if pending:
+            key = f"change/{(epoch := max(pending))}"
+            self._beats.set(key, self._signed(key, pending[epoch]))
+            self._published.add(epoch)
+
     def _publish_again(self, now: Roster) -> None:
         """Write the members into a store that has come back empty, before a newcomer takes it for a new run's."""
         if not self._beats.check(["newest"]):
@@ -214,12 +254,13 @@ class Rendezvous:
             self._beats.set("begun", "yes")
             self._beats.set(key, self._signed(key, {"epoch": now.epoch, "names": list(now.names)}))
             self._beats.set("newest", self._signed("newest", {"epoch": str(now.epoch)}))
+            self._published.clear()
 
     # ---------------------------------------------------------------- one epoch
 
     def _next(self, before: Roster | None, missed: Sequence[str], deadline: float) -> Roster:
         epoch = 1 if before is None else before.epoch + 1
-        key = f"{_here(epoch)}/{self._store.add(_here(epoch), 1)}"
+        key = f"{here(epoch)}/{self._store.add(here(epoch), 1)}"
         self._write(key, {"name": self.name, "missed": list(missed)})
         began, silences = time.monotonic(), _Silences(self._store)
         while (roster := self._read_roster(epoch)) is None:
@@ -259,8 +300,8 @@ class Rendezvous:
         store = store or self._store
         names: dict[str, None] = {}
         missed: set[str] = set()
-        for k in range(1, store.add(_here(epoch), 0) + 1):
-            if store.check([key := f"{_here(epoch)}/{k}"]):
+        for k in range(1, store.add(here(epoch), 0) + 1):
+            if store.check([key := f"{here(epoch)}/{k}"]):
                 try:
                     found = self._read(key, store)
                 except MembershipError as error:  # a stranger must not end the run of others
@@ -285,20 +326,16 @@ class Rendezvous:
         self._store.set(key, self._signed(key, value))
 
     def _signed(self, key: str, value: dict[str, object]) -> str:
-        text = json.dumps(value)
-        return f"{self._signature(key, text)} {text}"
+        return sign(self._token, key, value)
 
     def _read(self, key: str, store: _Steady | None = None) -> dict[str, Any]:
-        signature, _, text = (store or self._store).get(key).decode(errors="replace").partition(" ")
-        if not hmac.compare_digest(signature.encode(), self._signature(key, text).encode()):
+        try:
+            return read_signed(self._token, key, (store or self._store).get(key))
+        except ValueError as error:
             raise MembershipError(
                 f"{key} in the store was not written with this run's token: another run uses the store, or a stranger; "
                 "give every member the same token, and every run its own rendezvous"
-            )
-        return json.loads(text)  # type: ignore[no-any-return]
-
-    def _signature(self, key: str, text: str) -> str:
-        return hmac.new(self._token.encode(), f"{key}\n{text}".encode(), hashlib.sha256).hexdigest()
+            ) from error
 
 
 class _Steady:
@@ -349,10 +386,6 @@ class _Silences:
         if name not in self._seen or self._seen[name][0] != count:
             self._seen[name] = count, now
         return now - self._seen[name][1]
-
-
-def _here(epoch: int) -> str:
-    return f"here/{epoch}"
 
 
 def _beat(name: str) -> str:

@@ -19,6 +19,7 @@ import torch
 from onebit import membership
 from onebit.comm import PeerError
 from onebit.membership import network
+from onebit.membership.published import Onlooker
 
 SCRIPT = Path(__file__).with_name("member_ranks.py")
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -114,6 +115,9 @@ def test_nothing_stops_while_the_rendezvous_is_away(run: Run) -> None:
     time.sleep(1.0)
     run.start("new", founders=2)
     run.await_line("new", "of 3 members")
+    time.sleep(0.5)  # until the first member's next sign of life
+    epochs = Onlooker("test").look(network.reach("127.0.0.1", run.port)).epochs
+    assert [epoch.has_begun for epoch in epochs] == [True, True] and epochs[1].joined == ("new",)
     a, b, new = run.ends("a", "b", "new")
     assert a[0] == b[0] == new[0]
 
