@@ -30,9 +30,9 @@ from ..agreement.replicas import check_same_lines, make_equal
 from ..checkpoint.archive import read_archive
 from ..comm import PeerError, Transport
 from ..comm.messages import gather_bytes, gather_texts
-from ..step.stats import Stats
 from ..usage.contract import Group, State
 from .members import Members, Travels
+from .published import Waits
 from .rendezvous import MembershipError
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,10 @@ class Changing(Protocol):
 
     param_groups: list[Group]
     transport: Transport
-    stats: Stats
+
+    @property
+    def stats(self) -> Waits:
+        """Figures of the last step."""
 
     def steps_taken(self) -> int:
         """Number of training steps that were taken."""

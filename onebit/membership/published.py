@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from ..step.stats import Stats
-
 T = TypeVar("T")
 
 TELL_S = 1.0
@@ -78,10 +76,17 @@ def here(epoch: int) -> str:
 # ---------------------------------------------------------------- what a member writes
 
 
+class Waits(Protocol):
+    """An optimizer's figures of its last step."""
+
+    comm_ms: float
+
+
 class Watched(Protocol):
     """An optimizer whose progress is published."""
 
-    stats: Stats
+    @property
+    def stats(self) -> Waits: ...
 
     def steps_taken(self) -> int: ...
 

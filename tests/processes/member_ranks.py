@@ -1,5 +1,7 @@
 """One member of a run, in its own process: `python member_ranks.py ADDRESS NAME FOUNDERS END [SECONDS]`.
 
+With ADDRESS, NAME and FOUNDERS empty they come from the environment, as `onebit run --join` sets it.
+
 END is a file that will contain the number of the last step: it must be written before any member comes to that step.
 It prints a line for each step, "step K of N members", and at its end "done", a digest of its parameters, how many
 members it has seen go and come, and the longest time between two steps.
@@ -22,9 +24,8 @@ from onebit import membership
 def main(address: str, name: str, founders: str, end: str, seconds: str = "0.02") -> None:
     torch.set_num_threads(1)
     patience = membership.Patience(suspect_s=1.0, silent_s=2.0, look_s=0.2, wait_s=60.0)
-    members = membership.connect(
-        address, founders=int(founders), token="test", name=name, timeout_s=3.0, patience=patience
-    )
+    given = {"address": address, "founders": int(founders), "token": "test", "name": name} if address else {}
+    members = membership.connect(**given, timeout_s=3.0, patience=patience)
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
     optimizer = onebit.OnebitAdam(net.parameters(), lr=1e-3, transport=members, compression="always", freeze_step=10)
