@@ -6,7 +6,8 @@
     ...                                     # the loop as it was
 
 A member is a rank. `rendezvous.py` agrees on the members, `members.py` is the transport between the current ones, and
-`change.py` brings an optimizer from one set of members to the next. `published.py` is what onlookers may know.
+`change.py` brings an optimizer from one set of members to the next, `sampler.py` the order of the data.
+`published.py` is what onlookers may know.
 """
 
 from .buffers import Buffers
@@ -14,5 +15,18 @@ from .change import Change, begin
 from .members import Members
 from .network import connect
 from .rendezvous import MembershipError, Patience, Rendezvous, Roster
+from .sampler import MemberSampler, MemberStream
 
-__all__ = ["Buffers", "Change", "Members", "MembershipError", "Patience", "Rendezvous", "Roster", "begin", "connect"]
+__all__ = [
+    "Buffers",
+    "Change",
+    "MemberSampler",
+    "MemberStream",
+    "Members",
+    "MembershipError",
+    "Patience",
+    "Rendezvous",
+    "Roster",
+    "begin",
+    "connect",
+]

@@ -19,7 +19,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Protocol
 
@@ -31,11 +31,15 @@ from ..checkpoint.archive import read_archive
 from ..comm import PeerError, Transport
 from ..comm.messages import gather_bytes, gather_texts
 from ..usage.contract import Group, State
-from .members import Members, Travels
+from .members import Members, Standing, Travels
 from .published import Waits
 from .rendezvous import MembershipError
+from .sampler import MemberSampler
 
 log = logging.getLogger(__name__)
+
+STANDING_BYTES = 192
+"""Length of a member's `Standing` as JSON, padded: room for numbers of 18 digits."""
 
 PIECE_BYTES = 4 << 20
 """A state is sent in pieces, each within the transport's timeout: four seconds of a link at 10 Mbit/s."""
@@ -127,11 +131,14 @@ def begin(optimizer: Changing, **travels: Travels) -> None:
     Raises:
         MembershipError: No epoch began within `Patience.wait_s`, or the run has ended.
         TypeError: The optimizer's transport is not a `Members`.
-        ValueError: This newcomer has another model or other options than the run; among founders, on all of them.
+        ValueError: This newcomer has another model or other options than the run; among founders, on all of them. Or
+            there are two samplers.
     """
     members = optimizer.transport
     if not isinstance(members, Members):
         raise TypeError(f"expected an optimizer over a Members transport, got one over {type(members).__name__}")
+    if sum(isinstance(its, MemberSampler) for its in travels.values()) > 1:
+        raise ValueError("expected one MemberSampler, got several; use one over a torch.utils.data.ConcatDataset")
     members.travels = travels
     try:
         change(optimizer, members, None)
@@ -178,10 +185,14 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
 def _enter_next(optimizer: Changing, members: Members, why: PeerError | None) -> PeerError | None:
     """Bring this member and its optimizer into the next epoch that begins. Returns the last error that ended one."""
     own = optimizer.leave_world()
+    sampler = _sampler_of(members)
+    data = [] if sampler is None else sampler.leave_world()
+    steps, progress, is_new = optimizer.steps_taken(), list(optimizer.progress()), members.roster is None
     while True:
         try:
             members.enter_next(why)
-            theirs = _bring_together(optimizer, members, own)
+            standing = _exchange(members, Standing(steps, progress, members.has_state, is_new, data))
+            theirs = _bring_together(optimizer, members, standing, own)
             assert members.roster is not None
             # A copy of the state may take longer than a transport's timeout: wait in the rendezvous instead.
             members.rendezvous.confirm(members.roster, "ready")
@@ -195,16 +206,25 @@ def _enter_next(optimizer: Changing, members: Members, why: PeerError | None) ->
     if theirs is not None and not members.has_state:
         for name, its in members.travels.items():
             its.load_state_dict(theirs["travels"][name])
+    if sampler is not None:
+        sampler.enter_world(standing)
     members.rendezvous.begin()
     return why
 
 
-def _bring_together(optimizer: Changing, members: Members, own: State) -> State | None:
+def _sampler_of(members: Members) -> MemberSampler | None:
+    return next((its for its in members.travels.values() if isinstance(its, MemberSampler)), None)
+
+
+def _exchange(members: Members, mine: Standing) -> list[Standing]:
+    rows = gather_bytes(members, json.dumps(asdict(mine)).ljust(STANDING_BYTES).encode())
+    return [Standing(**json.loads(row)) for row in rows]
+
+
+def _bring_together(optimizer: Changing, members: Members, standing: Sequence[Standing], own: State) -> State | None:
     """The state that this member lacks, from the member that sends it; None if it lacks nothing."""
     assert members.roster is not None
-    mine = {"steps": optimizer.steps_taken(), "progress": optimizer.progress(), "has_state": members.has_state}
-    standing = [json.loads(row) for row in gather_bytes(members, json.dumps(mine).ljust(128).encode())]
-    with_state = [rank for rank, its in enumerate(standing) if its["has_state"]]
+    with_state = [rank for rank, its in enumerate(standing) if its.has_state]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if len(with_state) < members.world_size:
         _refuse_strangers(optimizer, members, params, with_state)
@@ -214,15 +234,14 @@ def _bring_together(optimizer: Changing, members: Members, own: State) -> State 
                 f"{members.rendezvous.name}: no member of epoch {members.roster.epoch} has the run's state: those that "
                 "had it are lost; start anew from a checkpoint"
             )
-        if not any(its["steps"] for its in standing):
+        if not any(its.steps for its in standing):
             make_equal(members, [p for p in params if p.numel() > 0])
             return _share(members) if members.travels else None
-        first = max(range(len(standing)), key=lambda rank: standing[rank]["steps"])  # it has loaded a checkpoint
-        with_state = [first]
-        standing = [{**its, "has_state": rank in with_state} for rank, its in enumerate(standing)]
-    furthest = max(standing[rank]["progress"] for rank in with_state)
-    source = next(rank for rank in with_state if standing[rank]["progress"] == furthest)
-    lacking = [rank for rank, its in enumerate(standing) if not its["has_state"] or its["progress"] < furthest]
+        with_state = [max(range(len(standing)), key=lambda rank: standing[rank].steps)]  # it has loaded a checkpoint
+        standing = [replace(its, has_state=rank in with_state) for rank, its in enumerate(standing)]
+    furthest = max(standing[rank].progress for rank in with_state)
+    source = next(rank for rank in with_state if standing[rank].progress == furthest)
+    lacking = [rank for rank, its in enumerate(standing) if not its.has_state or its.progress < furthest]
     if not lacking or members.rank not in (source, *lacking):
         return None
     ranks = sorted([source, *lacking])
@@ -254,6 +273,7 @@ def _refuse_strangers(
     """
     lines = [f"parameter {k}: {p.dtype} {tuple(p.shape)}" for k, p in enumerate(params)]
     lines += [*optimizer.option_lines(), f"travels: {sorted(members.travels)}"]
+    lines += [] if (sampler := _sampler_of(members)) is None else sampler.option_lines()
     if not with_state:
         return check_same_lines(members, "models and options", lines, members.device)
     texts = [text.split("\n") for text in gather_texts(members, "\n".join(lines))]

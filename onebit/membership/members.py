@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,25 @@ class Travels(Protocol):
     def state_dict(self) -> Mapping[str, Any]: ...
 
     def load_state_dict(self, state_dict: Any) -> object: ...
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a member tells the others at a change.
+
+    Attributes:
+        steps: Number of steps that it has taken.
+        progress: See `change.Changing.progress`.
+        has_state: Whether it has the run's parameters and state.
+        is_new: Whether it was in no epoch before.
+        round: Its round of the data: see `MemberSampler.leave_world`. Empty: it has no sampler.
+    """
+
+    steps: int
+    progress: list[int]
+    has_state: bool
+    is_new: bool
+    round: Sequence[int]
 
 
 class Members(Transport):
