@@ -29,8 +29,8 @@ from pathlib import Path
 import torch.distributed as dist
 from provenance import record_path, write_record
 
-from bench.churn_ways import ROUND, SAMPLES, WAYS, WIDTH, Member, command, lighthouse
-from bench.command import words
+from bench import churn_ways
+from bench.churn_ways import ROUND, SAMPLES, WAYS, WIDTH, command, lighthouse
 from bench.record import describe_machine, machines
 
 
@@ -43,6 +43,16 @@ class Life:
     started: float
     process: subprocess.Popen[bytes]
     ended: float = 0.0
+
+    def kill(self) -> None:
+        """As a machine goes: at once, and with torchrun's rank, which is a child in a session of its own."""
+        pid = self.process.pid
+        with suppress(ProcessLookupError, FileNotFoundError):
+            os.kill(pid, signal.SIGSTOP)
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            for each in (*map(int, children), pid):
+                os.kill(each, signal.SIGKILL)
+        self.process.wait()
 
     def steps(self) -> list[tuple[float, int, int]]:
         lines = self.out.read_text().splitlines() if self.out.exists() else []
@@ -100,15 +110,14 @@ def run(args: argparse.Namespace, way: str, every: float, folder: Path, seed: in
     def start(name: str) -> None:
         life = f"{name}-{len(churn.lives)}"
         out = folder / f"{life}.jsonl"
-        call = ["worker", way, f"127.0.0.1:{port}", life, args.members, args.compute, out, until, args.layers]
-        python = args.torchft if light is not None else sys.executable
-        script = words("churn", *map(str, call))[1:]
+        call = [way, f"127.0.0.1:{port}", life, args.members, args.compute, out, until, args.layers]
+        python = args.torchft if light is not None else sys.executable  # its environment has no onebit
+        script = [churn_ways.__file__, *map(str, call)]
         with (folder / f"{life}.log").open("w") as log:
             process = subprocess.Popen(
                 command(way, python, script, f"127.0.0.1:{port}", args.members),
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # torchrun's agent and its rank are killed together, as a machine is
             )
         churn.lives.append(Life(name, out, time.time(), process))
 
@@ -127,7 +136,7 @@ def run(args: argparse.Namespace, way: str, every: float, folder: Path, seed: in
         living = [life for life in churn.lives if not life.ended and life.steps()]
         if every and now >= next_kill and len(living) > 1:
             victim = draw.choice(living)
-            os.killpg(victim.process.pid, signal.SIGKILL)
+            victim.kill()
             victim.ended = time.time()
             churn.kills.append((victim.ended, victim.name))
             back.append((now + args.back_after, victim.name))
@@ -137,8 +146,7 @@ def run(args: argparse.Namespace, way: str, every: float, folder: Path, seed: in
         life.ended = life.ended or until
         with suppress(subprocess.TimeoutExpired):
             life.process.wait(timeout=max(0.1, until + 10.0 - time.time()))
-        with suppress(ProcessLookupError):
-            os.killpg(life.process.pid, signal.SIGKILL)  # one that came too late waits for an epoch
+        life.kill()  # one that came too late waits for an epoch
     if light is not None:
         light.kill()
     return churn
@@ -184,10 +192,6 @@ def report(args: argparse.Namespace, runs: dict[str, dict[float, Churn]]) -> str
 
 def main(argv: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ["worker"]:
-        way, address, name, founders, compute, out, until, layers = given[1:]
-        member = Member(address, name, int(founders), float(compute), Path(out), float(until), int(layers))
-        return WAYS[way](member)
     parser = argparse.ArgumentParser(prog="bench.py churn", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--ways", nargs="+", choices=WAYS, default=["onebit"], help="what trains (default: onebit)")
