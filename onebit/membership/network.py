@@ -45,6 +45,7 @@ def connect(
     founders: int | None = None,
     token: str | None = None,
     name: str | None = None,
+    min_members: int = 1,
     timeout_s: float = 30.0,
     patience: Patience | None = None,
 ) -> Members:
@@ -60,13 +61,16 @@ def connect(
         token: A secret of the run, the same on all members. Default: ONEBIT_TOKEN, or "".
         name: Name of this member, which no other member has or ever had. Default: host, process number and a random
             number.
+        min_members: If fewer members are left, they wait until others have joined, with a warning. The same on all.
+            Default 1.
         timeout_s: Seconds after which a silent member counts as lost. Default 30.
         patience: How long members wait for each other at changes. Default: `Patience()`.
 
     Raises:
         MembershipError: Nothing answers at the address.
         RuntimeError: torch.distributed has a default process group.
-        ValueError: There is no address, or it is not "host:port"; or ONEBIT_FOUNDERS is not a number.
+        ValueError: There is no address, or it is not "host:port"; ONEBIT_FOUNDERS is not a number; or min_members is
+            not between 1 and founders.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -82,9 +86,11 @@ def connect(
     host, port = parse_address(address)
     founders = _founders(os.environ.get(FOUNDERS, "1")) if founders is None else founders
     token = os.environ.get(TOKEN, "") if token is None else token
+    if not 1 <= min_members <= founders:
+        raise ValueError(f"min_members must be between 1 and founders={founders}, got {min_members}")
     name = name or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
     store = partial(reach, host, port)
-    rendezvous = Rendezvous(store, name, token=token, founders=founders, patience=patience)
+    rendezvous = Rendezvous(store, name, token=token, founders=founders, min_members=min_members, patience=patience)
     members = Members(rendezvous, partial(_group, rendezvous, store, timeout_s))
     atexit.register(members.abandon)  # Gloo's threads may abort a Python that ends; it also tells the others at once
     return members

@@ -58,21 +58,21 @@ class Patience:
     """How long members wait, in seconds.
 
     Attributes:
-        beat_s: Time between two signs of life. Default 0.25.
-        suspect_s: Silence after which a member counts as lost if a connection to it has broken. Default 1.
+        beat_s: Time between two signs of life. Default 0.1.
+        suspect_s: Silence after which a member counts as lost if a connection to it has broken. Default 0.5.
         silent_s: Silence after which it counts as lost if no connection has broken. Default 5.
         busy_s: Time to wait for a member that lives, and may be computing. Default 300.
         wait_s: Time that a newcomer waits to be let in. Default 300.
-        look_s: Time between the first member's looks for newcomers. Default 1.
+        look_s: Time between the first member's looks for newcomers. Default 0.25.
         away_s: Time for which the store may be away at a change. Default 60.
     """
 
-    beat_s: float = 0.25
-    suspect_s: float = 1.0
+    beat_s: float = 0.1
+    suspect_s: float = 0.5
     silent_s: float = 5.0
     busy_s: float = 300.0
     wait_s: float = 300.0
-    look_s: float = 1.0
+    look_s: float = 0.25
     away_s: float = 60.0
 
 
@@ -85,6 +85,7 @@ class Rendezvous:
         name: Name of this member, which no other has; a process that starts again takes another.
         token: A secret of the run, the same on all members. Default "".
         founders: Number of members for which the first epoch waits, the same on all. Default 1.
+        min_members: Least number of members of an epoch, the same on all. Default 1.
         patience: How long to wait. Default: `Patience()`.
     """
 
@@ -95,6 +96,7 @@ class Rendezvous:
         *,
         token: str = "",
         founders: int = 1,
+        min_members: int = 1,
         patience: Patience | None = None,
     ):
         self.name, self.founders, self.patience = name, founders, patience or Patience()
@@ -106,6 +108,7 @@ class Rendezvous:
         self._meter, self._about, self._beat_count = Meter(), about_here(), 0
         self._changes: dict[int, dict[str, object]] = {}  # the last ones, to be published if this member is the first
         self._published = set[int]()
+        self.min_members, self._told_of = min_members, 0
         self._ended = threading.Event()
         self.is_awaited = threading.Event()
         """Set if a newcomer waits for the next epoch, as far as this member has looked. The first one looks for all."""
@@ -270,13 +273,26 @@ class Rendezvous:
                 limits = [self.patience.suspect_s if name in suspects else self.patience.silent_s for name in absent]
                 are_silent = [silences.of(name) > limit for name, limit in zip(absent, limits, strict=True)]
                 if all(are_silent) or now - began > self.patience.busy_s:
-                    self._close(before, epoch, arrived)
-                    continue
+                    if len(arrived) >= self.min_members:
+                        self._close(before, epoch, arrived)
+                        continue
+                    self._tell_of_few(epoch, arrived)
             elif now > deadline or self._store.check(["ended"]):
                 waited = f"{self.name} has waited {self.patience.wait_s - deadline + now:.1f} s for epoch {epoch}: "
                 raise MembershipError(waited + self._why_none(before, arrived))
             time.sleep(POLL_S)
         return roster
+
+    def _tell_of_few(self, epoch: int, arrived: Sequence[str]) -> None:
+        if epoch != self._told_of:
+            self._told_of = epoch
+            log.warning(
+                "%s: %d of min_members=%d members are here (%s): training stands still until more join",
+                self.name,
+                len(arrived),
+                self.min_members,
+                ", ".join(arrived),
+            )
 
     def _close(self, before: Roster | None, epoch: int, arrived: Sequence[str]) -> None:
         stay = [] if before is None else [name for name in before.names if name in arrived]

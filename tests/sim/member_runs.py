@@ -83,6 +83,7 @@ class Hub:
     founders: int
     timeout_s: float = 20.0
     wait_s: float = 20.0
+    min_members: int = 1
     store: HashStore = field(default_factory=HashStore)
     networks: dict[int, PartialNetwork] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -90,7 +91,14 @@ class Hub:
 
     def members(self, name: str, fuse: list[float]) -> Members:
         patience = Patience(beat_s=0.02, suspect_s=0.3, silent_s=0.6, wait_s=self.wait_s, look_s=0.02)
-        rendezvous = Rendezvous(lambda: self.store, name, token="secret", founders=self.founders, patience=patience)
+        rendezvous = Rendezvous(
+            lambda: self.store,
+            name,
+            token="secret",
+            founders=self.founders,
+            min_members=self.min_members,
+            patience=patience,
+        )
 
         def connect(roster: Roster, rank: int) -> MortalTransport:
             with self.lock:
