@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic.adam import normalised
+from .arithmetic.squares import portable_norm
 from .checkpoint.parameter_state import ParameterState
 from .comm import Codec, Work
 from .comm.messages import gather_tensors, sum_in_order
@@ -23,7 +24,7 @@ from .layout.bucket import Bucket
 from .layout.flat import Layout
 from .onebit_adam import AdamRule
 from .optimizer import CommonOptions, CompressedOptimizer
-from .rule import MEETS_AGAIN, codec_of_gradients
+from .rule import codec_of_gradients
 from .step.bucket_step import Answer, Meeting
 from .usage.contract import State, eps_of
 from .usage.signature import shows_all_options
@@ -76,16 +77,6 @@ class DenseLayers(Meeting):
     """A dense step: the buffer holds m̂/D + wd·p. The answer: None; `layers["coeff"]` is c_l."""
 
 
-@dataclass
-class ObservedLayers(Meeting):
-    """A compressed step that follows the variance. table_K2: this rank's ‖g_i/D‖² and <g_i/D, m̂/D> of each layer.
-
-    The answer: None; `layers["factor"]` is r_l.
-    """
-
-    table_K2: Tensor
-
-
 class LambRule(AdamRule):
     """1-bit Adam's steps, with each layer's move multiplied by c_l and r_l (see `OnebitLamb`)."""
 
@@ -105,7 +96,7 @@ class LambRule(AdamRule):
     ):
         super().__init__(freeze_step, warmup_codec, bias_correction=bias_correction, variance_floor=variance_floor)
         self.coefficients, self.factors = coefficients, factors
-        self._observed: dict[int, Tensor] = {}  # bucket -> table of `ObservedLayers` in this step
+        self._observed: dict[int, Tensor] = {}  # by bucket, what `observe` has found in this step
 
     def options(self) -> dict[str, object]:
         return super().options() | {"coefficients": self.coefficients, "factors": self.factors}
@@ -113,7 +104,7 @@ class LambRule(AdamRule):
     # ---------------------------------------------------------------- a step of one bucket
 
     def observe(self, bucket: Bucket, scale: float, own: float) -> None:
-        """This rank's part of an estimate of ‖ḡ/D‖² of each layer: ‖g_i/D‖² and <g_i/D, m̂/D>."""
+        """This rank's part of an estimate of ‖ḡ/D‖² of each layer: ‖g_i/D‖² and <g_i/D, m̂/D>, float32 [K, 2]."""
         if not self._follows_variance:
             return
         update = self.last_average(bucket).mul_(self._correction(bucket))
@@ -138,8 +129,6 @@ class LambRule(AdamRule):
             yield DenseLayers()
             weight = layers["coeff"] * float(group["lr"])
             return weight, torch.zeros_like(weight)  # the decay is in the buffer
-        if self._follows_variance:
-            yield ObservedLayers(self._observed.pop(bucket.index))
         weight = layers["coeff"] * float(group["lr"])
         return weight * layers["factor"], weight * decay
 
@@ -149,18 +138,14 @@ class LambRule(AdamRule):
 
     # ---------------------------------------------------------------- exchanges for all layers together
 
-    def why_members_stay(self) -> str:
-        return MEETS_AGAIN
+    def prepare_commit(self) -> None:
+        observed, self._observed = self._observed, {}
+        buckets = [b for b in self.buckets if b.index in observed and not self.averages_gradients(b)]
+        if buckets:
+            self._follow_variance(buckets, torch.cat([observed[bucket.index] for bucket in buckets]))
 
     def meet(self, buckets: Sequence[Bucket], said: Sequence[Meeting]) -> Sequence[Answer]:
-        observed = [
-            (b, each.table_K2) for b, each in zip(buckets, said, strict=True) if isinstance(each, ObservedLayers)
-        ]
-        dense = [b for b, each in zip(buckets, said, strict=True) if isinstance(each, DenseLayers)]
-        if observed:
-            self._follow_variance([b for b, _ in observed], torch.cat([table for _, table in observed]))
-        if dense:
-            self._measure(dense)
+        self._measure(buckets)
         return [None] * len(buckets)
 
     def _follow_variance(self, buckets: Sequence[Bucket], mine_L2: Tensor) -> None:
@@ -195,14 +180,18 @@ class LambRule(AdamRule):
         """‖p‖ and ‖u‖ of each layer, and in warm-up ‖m‖, float32 [L, 3]. Rank k mod W measures ‖p‖ and ‖u‖ of layer k.
 
         So they have the same bits everywhere. Each rank measures ‖m‖ itself: only whether it is 0 matters. Norms of a
-        sharded layer are over all its shards.
+        sharded layer are over all its shards. Members that come and go measure everything themselves, in an order that
+        gives the same bits on all machines: m is written, and a lost member must not leave the step half done.
         """
         W, rank = self.placement.world_size, self.placement.transport.rank
         pairs = [pair for bucket in buckets for pair in zip(bucket.local_values, bucket.views, strict=True)]
-        mine = torch.zeros(-(-len(pairs) // W), 2, device=buckets[0].device, dtype=torch.float32)
-        for k, (p, u) in enumerate(pairs[rank::W]):
-            mine[k] = norms([p, u])
-        held_L2 = gather_tensors(self.placement.transport, mine).transpose(0, 1).reshape(-1, 2)[: len(pairs)]
+        if self.placement.transport.ranks_change:
+            held_L2 = torch.stack([portable_norm(x) for pair in pairs for x in pair]).view(-1, 2)
+        else:
+            mine = torch.zeros(-(-len(pairs) // W), 2, device=buckets[0].device, dtype=torch.float32)
+            for k, (p, u) in enumerate(pairs[rank::W]):
+                mine[k] = norms([p, u])
+            held_L2 = gather_tensors(self.placement.transport, mine).transpose(0, 1).reshape(-1, 2)[: len(pairs)]
         momentum_L = torch.cat([_momentum_norms(bucket).to(held_L2.device) for bucket in buckets])
         held_L3 = torch.cat([held_L2, momentum_L.unsqueeze(1)], 1)
         return self.parts.norms(held_L3, [p for bucket in buckets for p in bucket.params])

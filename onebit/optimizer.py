@@ -443,6 +443,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return Decision(seen, grads_nonfinite=True)
 
     def _commit(self, decision: Decision, clip_factor: float) -> None:
+        self.rule.prepare_commit()
         if self.clipper.max_norm > 0:
             self.clipper.remember(clip_factor, self.buckets.groups[0]["betas"][0])
         for count in self.steps:

@@ -182,6 +182,9 @@ class Rule(BucketRule[Bucket]):
         """
         return MEETS_AGAIN
 
+    def prepare_commit(self) -> None:
+        """Exchange what else a step needs that is about to be committed. All ranks; nothing has been written."""
+
     def end_interrupted_step(self) -> None:
         """Do what is left of `after_step` if a lost member has ended it early. All members, after a change of members.
 

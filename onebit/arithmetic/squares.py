@@ -138,3 +138,20 @@ def read_numbers(numbers: Sequence[Tensor]) -> list[float]:
     for there in places.values():
         found.update(zip(there, torch.stack([numbers[place] for place in there]).tolist(), strict=True))
     return [found[place] for place in range(len(numbers))]
+
+
+def portable_norm(x: Tensor) -> Tensor:
+    """The 2-norm with the same bits on every machine, float32 []. Several passes over memory.
+
+    Halves are added element by element, which no machine does in another order or with a fused multiplication.
+
+    Args:
+        x: Any shape, float32.
+    """
+    squares = x.flatten().square()
+    while squares.numel() > 1:
+        half = squares.numel() // 2
+        first, second, rest = squares[:half], squares[half : 2 * half], squares[2 * half :]
+        squares = first + second
+        squares[:1] += rest.sum()
+    return squares.sum().double().sqrt().float()  # torch's float32 sqrt does not round correctly

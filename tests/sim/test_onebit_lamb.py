@@ -13,6 +13,7 @@ from torch import nn
 
 import onebit
 from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
+from onebit.arithmetic.squares import portable_norm
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
 from onebit.reference.onebit_adam import run
 from onebit.reference.onebit_lamb import OnebitLamb as OnebitLambOracle
@@ -194,3 +195,16 @@ def test_lamb_refuses_sparse_gradients_and_leaves_missing_ones_alone() -> None:
     table.weight.grad = None
     optimizer.step()
     assert torch.equal(other, torch.ones(3)) and not optimizer.state
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (2,), (3,), (7, 5), (1025,), (300, 301)])
+def test_the_portable_norm_has_the_bits_of_a_plain_loop(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(portable_norm(x), x.double().norm().float(), rtol=1e-6, atol=0.0)
+    squares = x.numpy().reshape(-1) ** 2
+    while len(squares) > 1:
+        half, last = len(squares) // 2, squares[-1]
+        is_odd = len(squares) % 2
+        squares = squares[:half] + squares[half : 2 * half]
+        squares[0] += last if is_odd else 0.0
+    assert portable_norm(x).item() == float(np.float32(np.sqrt(squares.sum(dtype=np.float64))))
