@@ -28,6 +28,7 @@ TITLES = {
     "starts": "starts that fail",
     "peers": "peers that die, stop, lag, skip, repeat",
     "runs": "runs that are killed and resumed",
+    "members": "members that come and go",
     "cables": "cables that are cut or slow",
 }
 _SHIM_FOLDER = "FAULTS_SHIM"
