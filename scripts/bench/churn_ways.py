@@ -98,12 +98,15 @@ def _members(member: Member):
 
 
 def torchft(member: Member) -> None:
-    from torchft import DistributedDataParallel, Optimizer
+    from torchft import Optimizer
+    from torchft.ddp import PureDistributedDataParallel
 
     net = member.model()
     inner = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     manager = _manager(member, net, inner, use_async_quorum=True)
-    model, optimizer = DistributedDataParallel(manager, net), Optimizer(manager, inner)
+    # Its DistributedDataParallel ends all survivors in an AssertionError (`assert fut._fut` in its hook, 0.2.0) if a
+    # member is lost while a model has more than one bucket; only the killed one went on then, from its first step.
+    model, optimizer = PureDistributedDataParallel(manager, net), Optimizer(manager, inner)
     losses = member.losses(model)
     while True:
         optimizer.zero_grad()  # begins the quorum
