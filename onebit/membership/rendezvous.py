@@ -159,7 +159,8 @@ class Rendezvous:
         self._store.set(f"{what}/{roster.epoch}/{self.name}", "yes")
         silences, absent = _Silences(self._store), list(roster.names)
         while absent := [n for n in absent if not self._store.check([f"{what}/{roster.epoch}/{n}"])]:
-            silent = [name for name in absent if silences.of(name) > self.patience.suspect_s]
+            # No connection has broken: it may be busy, with the copy of a large state, and hold Python's lock.
+            silent = [name for name in absent if silences.of(name) > self.patience.silent_s]
             if silent:
                 ranks = [roster.names.index(name) for name in silent]
                 raise PeerError(f"{self.name}: {', '.join(silent)} fell silent as epoch {roster.epoch} began", ranks)
