@@ -11,20 +11,49 @@ under way; it counts by its own steps in it, as all do (`round_vote.weights_of`)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..agreement.replicas import ReplicaCheck
 from ..checkpoint.new_world import carried
+from ..comm import Transport
+from ..layout.buckets import Buckets
 from ..layout.flat import lay_out
 from ..usage.contract import State
+from .fragment import Fragment, LocalBucket
+from .inner_step import InnerStep
+from .options import LocalOptions
+from .replica import Replica
+from .rounds import Rounds
+from .stats import LocalStats
 
-if TYPE_CHECKING:
-    from .local_steps import LocalSteps
+
+class Stepping(Protocol):
+    """Local steps, as they are moved from one world to the next. `LocalSteps` is one."""
+
+    transport: Transport
+    options: LocalOptions
+    buckets: Buckets[LocalBucket]
+    fragments: list[Fragment]
+    inner_step: InnerStep
+    replica: Replica
+    rounds: Rounds
+    replica_check: ReplicaCheck
+    stats: LocalStats
+    steps: int
+    is_frozen: bool
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer that takes the local steps."""
+
+    def adopt_parameters(self) -> None:
+        """Make the current parameters the anchors."""
 
 
-def leave(optimizer: LocalSteps) -> State:
+def leave(optimizer: Stepping) -> State:
     """This rank's residuals, and what the round under way would make of them."""
     transport, decay = optimizer.transport, optimizer.options.outer.error_decay
     residuals = []
@@ -37,7 +66,7 @@ def leave(optimizer: LocalSteps) -> State:
     return {"rank": transport.rank, "world_size": transport.world_size, "residuals": residuals}
 
 
-def for_others(optimizer: LocalSteps) -> State:
+def for_others(optimizer: Stepping) -> State:
     """What all members have, and this one's inner state for newcomers. Needs the layout with which it was made."""
     (fragment,) = optimizer.fragments
     flats = [(bucket, bucket.anchor, bucket.velocity) for bucket in optimizer.buckets]
@@ -54,14 +83,14 @@ def for_others(optimizer: LocalSteps) -> State:
     }
 
 
-def enter(optimizer: LocalSteps, own: State) -> None:
+def enter(optimizer: Stepping, own: State) -> None:
     """Go on with the residuals that `leave` gave, in the transport's world."""
     _relay(optimizer, own, "now")
     if optimizer.steps == 0:  # founders: their parameters have just become equal
         optimizer.adopt_parameters()
 
 
-def take_over(optimizer: LocalSteps, theirs: State, own: State | None) -> None:
+def take_over(optimizer: Stepping, theirs: State, own: State | None) -> None:
     """Land the round that others have landed; without a state of its own, begin where they are."""
     _relay(optimizer, own, "next")
     (fragment,) = optimizer.fragments
@@ -87,7 +116,7 @@ def take_over(optimizer: LocalSteps, theirs: State, own: State | None) -> None:
     optimizer.replica_check.restart(optimizer.steps)
 
 
-def _relay(optimizer: LocalSteps, own: State | None, which: str) -> None:
+def _relay(optimizer: Stepping, own: State | None, which: str) -> None:
     """Lay all buckets out for the transport's ranks, with these residuals carried over; None: they are zero."""
     transport = optimizer.transport
     for k, bucket in enumerate(optimizer.buckets):
