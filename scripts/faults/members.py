@@ -29,7 +29,11 @@ from faults.case import AS_PROMISED, CRASH, HUNG, REFUSED, SILENT, Case, Outcome
 FOUNDERS, CHANGES, QUICK_CHANGES = 3, 25, 3
 PATIENCE_S = 45.0
 _LEAST, _MOST = 2, 5
-_ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+_ENV = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "FATAL",
+    "PYTHONPATH": str(Path(__file__).resolve().parents[1]),  # a member runs this file, which imports `faults`
+}
 
 
 # ---------------------------------------------------------------- one member, in its own process
