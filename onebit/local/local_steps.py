@@ -155,7 +155,8 @@ class LocalSteps(Wrapped):
         self.steps = 0
         self.is_away = self.is_frozen = self._is_finished = False
         self._counts_steps = self._members is not None  # in place of tokens: a newcomer weighs less in its first round
-        self._change_is_due = False  # all members have agreed to let newcomers in after this round
+        self._change_is_due = False  # all members have agreed to let newcomers in before the next step
+        self.is_round_due = False  # among members: a round has begun, and has not landed
         self._edit = ""  # description of a replaced parameter in the groups: this rank then takes no more steps
         self._averager: DenseAverager | None = None
         self.build()
@@ -244,7 +245,7 @@ class LocalSteps(Wrapped):
         loss = loss_of(closure)
         self.traffic.begin(in_backward=self._averager is not None)
         self.stats.phase = "local"
-        self._meet_if_epoch_is_over()
+        self._change_if_due()
         self._look_for_edits()
         names = list(self.buckets.frozen.values())
         refuse_unfrozen(self.transport.rank, names, [[gradient_of(p) is not None for p in self.buckets.frozen]])
@@ -288,12 +289,11 @@ class LocalSteps(Wrapped):
         """
         if self._members is None:
             return self._take_round_once(fragment, is_delayed=is_delayed)
+        self.is_round_due = True
         try:
             self._take_round_once(fragment, is_delayed=False)
         except PeerError as error:
             self._change(error)
-        if self._change_is_due:
-            self._change(None)
         return True
 
     def _take_round_once(self, fragment: Fragment, *, is_delayed: bool) -> bool:
@@ -311,6 +311,7 @@ class LocalSteps(Wrapped):
         self._change_is_due = any(vote.changes for vote in ballot.votes)
         self.steps, interval = ballot.agreed.step, self.policy.decide(ballot.agreed)
         self.rounds.send(fragment, ballot, spoilt, is_delayed=is_delayed)
+        self.is_round_due = False
         fragment.due = self.steps + interval
         self.stats.count_round(ballot, interval)
         self.is_frozen = False
@@ -344,7 +345,6 @@ class LocalSteps(Wrapped):
                 self.replica.show()
                 return
             for fragment in self.fragments:
-                fragment.due = self.steps
                 self._take_round(fragment, is_delayed=False)
             P = len(self.fragments)
             for k, fragment in enumerate(self.fragments):
@@ -433,7 +433,8 @@ class LocalSteps(Wrapped):
             return "a member is one rank, and this model is divided among several"
         return ""
 
-    def _meet_if_epoch_is_over(self) -> None:
+    def _change_if_due(self) -> None:
+        """Change the members before a step, when schedules and counts of steps agree."""
         if self._members is None:
             return
         if self._members.roster is None:
@@ -443,11 +444,13 @@ class LocalSteps(Wrapped):
             )
         if self._members.is_over():  # others have lost a member in the last round, and wait
             self._change(PeerError("another member has ended the epoch"))
+        elif self._change_is_due:
+            self._change(None)
 
     def _change(self, why: PeerError | None) -> None:
         assert self._members is not None
         self._change_is_due = False
-        if change(self, self._members, why).is_back:  # gradients of parameters that the run has left behind
+        if change(self, self._members, why).is_back:  # its gradients are of parameters that are gone
             self.zero_grad()
 
     def steps_taken(self) -> int:
@@ -464,7 +467,7 @@ class LocalSteps(Wrapped):
 
     def end_interrupted_step(self) -> None:
         """See `membership.change.Changing`: take the round that is due."""
-        if self.fragments[0].due == self.steps > self.fragments[0].synced_at:
+        if self.is_round_due:
             self._take_round_once(self.fragments[0], is_delayed=False)
 
     def leave_world(self) -> State:

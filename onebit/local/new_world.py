@@ -44,6 +44,7 @@ class Stepping(Protocol):
     stats: LocalStats
     steps: int
     is_frozen: bool
+    is_round_due: bool
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -60,9 +61,8 @@ def leave(optimizer: Stepping) -> State:
     for bucket in optimizer.buckets:
         ef, bucket.wire, bucket.said_WB = bucket.ef, None, None
         was_sent = ef.worker_next.numel() > 0
-        residuals.append(
-            {"now": (ef.worker, ef.server), "next": (ef.worker_next * decay, ef.server_next) if was_sent else None}
-        )
+        worker_next = ef.worker_next if decay == 1.0 else ef.worker_next * decay
+        residuals.append({"now": (ef.worker, ef.server), "next": (worker_next, ef.server_next) if was_sent else None})
     return {"rank": transport.rank, "world_size": transport.world_size, "residuals": residuals}
 
 
@@ -75,6 +75,7 @@ def for_others(optimizer: Stepping) -> State:
         "velocities": [[] if u is None else list(bucket.layout.views(u)) for bucket, _, u in flats],
         "inner": optimizer.inner.state_dict(),
         "steps": optimizer.steps,
+        "is_round_due": optimizer.is_round_due,
         "synced_at": fragment.synced_at,
         "due": fragment.due,
         "interval": optimizer.stats.interval,
@@ -101,10 +102,10 @@ def take_over(optimizer: Stepping, theirs: State, own: State | None) -> None:
         bucket.return_to_anchor()
     fragment.synced_at, fragment.due, fragment.tokens = theirs["synced_at"], theirs["due"], 0.0
     fragment.keeps, fragment.decays = [1.0] * len(fragment.keeps), [True] * len(fragment.decays)
-    optimizer.stats.interval, optimizer.is_frozen = theirs["interval"], False
+    optimizer.stats.interval, optimizer.is_frozen, optimizer.is_round_due = theirs["interval"], False, False
     if own is None:
         optimizer.inner_step.load(theirs["inner"])
-        optimizer.steps = theirs["steps"]
+        optimizer.steps, optimizer.is_round_due = theirs["steps"], theirs["is_round_due"]
         fragment.keeps, fragment.decays = list(theirs["keeps"]), list(theirs["decays"])
         decays = iter(fragment.decays)
         for bucket in optimizer.buckets:

@@ -111,21 +111,25 @@ def cast_votes(transport: Transport, mine: RoundVote, device: torch.device | str
     votes = [RoundVote.from_bytes(data, len(mine.keeps), len(mine.decays)) for data in messages]
     if any(vote.edit for vote in votes):
         raise_on_all_ranks(transport, mine.edit, RuntimeError, device)
-    check_votes(transport.rank, votes)
+    check_votes(transport.rank, votes, may_change=transport.ranks_change)
     return Ballot.of(mine, votes, local_size)
 
 
-def check_votes(rank: int, votes: Sequence[RoundVote]) -> None:
-    """Raise DesyncError, on all ranks, unless those with batches left are at the same step of the same schedule."""
+def check_votes(rank: int, votes: Sequence[RoundVote], *, may_change: bool = False) -> None:
+    """Raise DesyncError, on all ranks, unless those with batches left are at the same step of the same schedule.
+
+    may_change: among members that come and go, who compare their options as they enter. The schedule of one that has
+    entered within a step may differ by one step from the others', and the round goes by the vote that `Ballot` takes.
+    """
     active = [(k, vote) for k, vote in enumerate(votes) if not vote.is_finished]
     for what, remedy, values in (
         ("steps since the start",
          "every rank must call step() the same number of times, or in `with optimizer.join():`",
          [vote.step for _, vote in active]),
         ("steps to the next round", "give all ranks the same every=, learning rates and schedules",
-         [vote.interval for _, vote in active]),
+         [] if may_change else [vote.interval for _, vote in active]),
         ("weight decay since the last round", "give all ranks the same learning rates, schedules and weight_decay",
-         [vote.keeps for _, vote in active]),
+         _keeps(active, may_change)),
     ):  # fmt: skip
         if len(set(values)) > 1:
             other = next(k for k, value in enumerate(values) if value != values[0])
@@ -133,6 +137,19 @@ def check_votes(rank: int, votes: Sequence[RoundVote]) -> None:
                 f"rank {rank}: the ranks have different {what}: {values[0]} on rank {active[0][0]} and "
                 f"{values[other]} on rank {active[other][0]}; {remedy}"
             )
+
+
+def _keeps(active: Sequence[tuple[int, RoundVote]], may_change: bool) -> list[tuple[float, ...]]:
+    """What is left by weight decay, by vote. may_change: that of the first vote if they differ by a step's at most."""
+    keeps = [vote.keeps for _, vote in active]
+    if may_change and keeps:
+        first, steps = keeps[0], min(vote.interval for _, vote in active)
+        one_step = [2.0 * (1.0 - min(column)) / steps for column in zip(*keeps, strict=True)]
+        keeps = [
+            first if all(abs(a - b) <= most for a, b, most in zip(its, first, one_step, strict=True)) else its
+            for its in keeps
+        ]
+    return keeps
 
 
 def weights_of(tokens_by_node: Sequence[float]) -> list[float]:

@@ -616,3 +616,18 @@ def test_sync_and_the_model_as_all_agree_on_it() -> None:
     np.testing.assert_array_equal(anchor, other_anchor)
     np.testing.assert_array_equal(synced, other_synced)
     assert not moved and not np.array_equal(anchor, synced)
+
+
+def test_a_short_round_by_sync_is_no_sign_of_standing_still() -> None:
+    """One step after a round of 128 a sync moves parameters by a hundredth of it: the inner state must remain."""
+
+    def work(transport: SimTransport) -> int:
+        p = torch.nn.Parameter(torch.zeros(64))
+        optimizer = onebit.LocalSteps(torch.optim.AdamW([p], lr=1e-2), every=128, transport=transport)
+        for _ in range(129):
+            p.grad = torch.full_like(p, 1.0 + transport.rank)
+            optimizer.step()
+        optimizer.sync()
+        return optimizer.stats.dropped_states
+
+    assert run_ranks(2, work) == [0, 0]

@@ -353,18 +353,97 @@ def test_local_steps_are_those_of_the_members_of_each_round(
     rosters, found = max(stayed, key=lambda its: len(its[0]))
     assert len(set(rosters)) == 2 and all(np.array_equal(found, its[1]) for its in stayed)
     x = start()
-    first = {name: list(rosters).index(names) for names in rosters for name in names}
     for k, names in enumerate(rosters):
-        # Newcomers were let in after the round, at whose end the list was read.
-        taking_part = [name for name in names if not (name in newcomers and k == first[name])]
         each = []
-        for name in taking_part:
+        for name in names:
             w = x.copy()
             for step in range(4 * k, 4 * k + 4):
                 w -= LR * (gradient(w, step, ord(name) - 97) + 0.1 * w)
             each.append(w)
         x = np.mean(each, axis=0)
     np.testing.assert_allclose(found, x, atol=1e-5, rtol=0)
+
+
+def test_a_newcomer_has_the_learning_rate_of_the_others() -> None:
+    """It comes between two rounds' steps; a schedule and a weight decay are compared in each round."""
+    hub = Hub(2)
+
+    def work(members: Members) -> tuple[list[float], Tensor]:
+        model = net()
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+        optimizer = onebit.LocalSteps(inner, every=4, transport=members)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
+        begin(optimizer, schedule=schedule)
+        draw, rates = torch.Generator().manual_seed(ord(members.rendezvous.name)), []
+        while optimizer.steps_taken() < 20:
+            if optimizer.steps_taken() == 6:
+                await_newcomers(members, hub, 1)
+            x = torch.randn(8, 12, generator=draw)
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            rates.append(inner.param_groups[0]["lr"])
+        optimizer.check_replicas()
+        return rates, torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+    run = founded(hub, work, [INF, INF])
+    assert hub.holds.wait(30)
+    run.start("n")
+    run.join()
+    rates, params = run.results["a"]
+    new_rates, new_params = run.results["n"]
+    assert new_rates == rates[-len(new_rates) :] and len(new_rates) == 12 and torch.equal(params, new_params)
+
+
+def test_a_newcomer_may_come_as_another_is_lost_within_a_step() -> None:
+    """Its schedule is one step behind the others', as theirs moves after the step; rates that differ more are told."""
+    hub = Hub(3)
+
+    def work(members: Members) -> Tensor:
+        name, model = members.rendezvous.name, net()
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+        optimizer = onebit.LocalSteps(inner, every=4, transport=members)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
+        begin(optimizer, schedule=schedule)
+        draw = torch.Generator().manual_seed(ord(name))
+        while optimizer.steps_taken() < 20:
+            if optimizer.steps_taken() == 7:
+                await_newcomers(members, hub, 1)
+                if name == "b":
+                    raise Killed
+            x = torch.randn(8, 12, generator=draw)
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        optimizer.check_replicas()
+        return torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+    run = founded(hub, work, [INF, INF, INF])
+    assert hub.holds.wait(30)
+    run.start("n")
+    run.join()
+    first, *others = run.results.values()
+    assert set(run.results) == {"a", "c", "n"} and all(torch.equal(first, other) for other in others)
+
+
+def test_members_whose_rates_differ_are_told() -> None:
+    def work(members: Members) -> None:
+        net_ = net()
+        lr = 2e-2 if members.rendezvous.name == "b" else 1e-2
+        inner = torch.optim.AdamW(net_.parameters(), lr=1e-2, weight_decay=0.5)
+        optimizer = onebit.LocalSteps(inner, every=8, transport=members)
+        begin(optimizer)
+        inner.param_groups[0]["lr"] = lr
+        for _ in range(8):
+            net_(torch.ones(2, 12)).sum().backward()
+            optimizer.step()
+
+    run = founded(Hub(2), work, [INF, INF])
+    for thread in run.threads:
+        thread.join(30)
+    assert all("different weight decay" in str(run.errors[name]) for name in "ab")
 
 
 def drawn(layout: Layout) -> Tensor:
