@@ -44,7 +44,7 @@ PROGRESS_S = 600.0
 def read_token(file: Path | None) -> str | None:
     """The token of a run: the file's, else the environment's. None: there is none.
 
-    It is no option of its own, because every user of a machine sees the command lines of all processes.
+    It is no option, because every user of a machine sees the command lines of all processes.
 
     Raises:
         UserError: The file cannot be read, or is empty.

@@ -92,7 +92,7 @@ def enter(optimizer: Stepping, own: State) -> None:
 
 
 def take_over(optimizer: Stepping, theirs: State, own: State | None) -> None:
-    """Land the round that others have landed; without a state of its own, begin where they are."""
+    """Land the round that others have landed; a member without the run's state begins where they are."""
     _relay(optimizer, own, "next")
     (fragment,) = optimizer.fragments
     for bucket, anchor, velocity in zip(optimizer.buckets, theirs["anchors"], theirs["velocities"], strict=True):

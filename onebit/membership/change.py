@@ -59,7 +59,7 @@ class Changing(Protocol):
         """Number of training steps that were taken."""
 
     def progress(self) -> tuple[int, ...]:
-        """How far this member is: those behind the furthest, in the order of tuples, take over its state.
+        """How far this member is. The furthest in the order of tuples gives its state to all others.
 
         First the number of the last step that all members took together.
         """
@@ -274,6 +274,7 @@ def _refuse_strangers(
     lines = [f"parameter {k}: {p.dtype} {tuple(p.shape)}" for k, p in enumerate(params)]
     lines += [*optimizer.option_lines(), f"travels: {sorted(members.travels)}"]
     lines += [] if (sampler := _sampler_of(members)) is None else sampler.option_lines()
+    lines.append(f"min_members={members.rendezvous.min_members}")
     if not with_state:
         return check_same_lines(members, "models and options", lines, members.device)
     texts = [text.split("\n") for text in gather_texts(members, "\n".join(lines))]

@@ -281,16 +281,19 @@ class MemberSampler:
         ]
         steps, first, end = map(max, zip(*known, strict=True))
         shares: list[int | None] = []
+        skipped: list[int] = []
         for its in standing:
-            its_first, _, start, then = its.round
+            its_first, its_end, start, then = its.round
             if its.has_state and its_first == first and start >= 0:
                 shares.append(start)
             elif its.has_state and its_first < first and its.steps < steps:
                 shares.append(then)  # it has taken over the step before
+                skipped += range(then + its_end - its_first, then + first - its_end, its_end - its_first)
             else:
                 shares.append(None)  # it is back: its gradients are gone
         in_flight = set(range(first, end, self._share)).difference(start for start in shares if start is not None)
-        self._name_lost(sorted(in_flight - self._in_flight))
+        self._name_lost(sorted(in_flight - self._in_flight), "were in flight on lost members")
+        self._name_lost(skipped, "are of steps that members took over")
         self._in_flight = in_flight
         for rank, its in enumerate(standing):
             if its.is_new:
@@ -299,14 +302,15 @@ class MemberSampler:
         given = self._round.given if mine.has_state and mine.round[0] == first else 0
         self._round, self._changes = Round(first, end, shares[self._members.rank], given), self._changes + 1
 
-    def _name_lost(self, starts: Sequence[int]) -> None:
+    def _name_lost(self, starts: Sequence[int], why: str) -> None:
         if not starts or self._members.rank > 0 or self._members.roster is None:
             return
         positions = ", ".join(f"{start} to {start + self._share - 1}" for start in starts)
         indices = [] if self.samples is None else [k for start in starts for k in self._indices(start, self._share)]
         log.warning(
-            "epoch %d: samples were in flight on lost members and are not seen: positions %s%s",
+            "epoch %d: samples %s and are not seen: positions %s%s",
             self._members.roster.epoch,
+            why,
             positions,
             f"; indices {indices}" if indices else "",
         )

@@ -45,7 +45,7 @@ class Life:
     ended: float = 0.0
 
     def kill(self) -> None:
-        """As a machine goes: at once, and with torchrun's rank, which is a child in a session of its own."""
+        """As a machine goes: at once, and with torchrun's rank, a child in another session."""
         pid = self.process.pid
         with suppress(ProcessLookupError, FileNotFoundError):
             os.kill(pid, signal.SIGSTOP)
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(given)
     if args.torchft is None and any(way.startswith("torchft") for way in args.ways):
         parser.error(
-            "torchft runs in an environment of its own: python -m venv V; V/bin/pip install torchft==0.2.0 "
+            "torchft needs another environment: python -m venv V; V/bin/pip install torchft==0.2.0 "
             "torch==2.13.0; --torchft V/bin/python"
         )
     kept: dict[str, dict[float, Churn]] = {way: {} for way in args.ways}

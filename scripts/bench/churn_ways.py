@@ -1,7 +1,7 @@
 """The ways to train of `bench.py churn`: ours, torchft's, and torchrun with checkpoints. One member's loop each.
 
 Each member appends a line of JSON whenever a step counts, [when, number of the step, members that took it]; steps of
-`local` and `torchft diloco` are rounds of `ROUND` local ones. Everybody has the same model, data and emulated compute,
+`local` and `torchft-diloco` are rounds of `ROUND` local ones. All have the same model, data and emulated compute,
 and torch's fused AdamW but for ours. Waits are as short as the peers' settings allow.
 """
 

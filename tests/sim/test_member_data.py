@@ -279,6 +279,21 @@ def test_a_member_that_is_back_in_the_step_in_which_it_went_has_no_share(caplog:
     assert a.position == b.position == 6 and lost(caplog)[0] == [2, 3, 4, 5]
 
 
+def test_samples_of_a_member_that_is_several_steps_slower_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Local steps: a is in its fourth when c is lost, b in its first. b goes on with its second share, 8 and 9."""
+    a, b = (MemberSampler(OneOfThree(rank), 100, 2) for rank in range(2))
+    for sampler, steps in ((a, 4), (b, 1)):
+        sampler._members.travels = {"sampler": sampler}
+        batches = sampler.batches(DataLoader(Numbers(100), batch_sampler=sampler))
+        for _ in range(steps):
+            next(batches)
+    told = [Standing(4, [0], True, False, a.leave_world()), Standing(1, [0], True, False, b.leave_world())]
+    for sampler in (a, b):
+        sampler.enter_world(told)
+    assert b.leave_world()[:3] == [18, 24, 8] and lost(caplog)[0] == [20, 21, 22, 23]
+    assert "are of steps that members took over and are not seen: positions 14 to 15; indices" in caplog.text
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("source", [Numbers, Stream])
 def test_what_workers_have_drawn_ahead_is_drawn_again(

@@ -397,7 +397,7 @@ def test_a_newcomer_has_the_learning_rate_of_the_others() -> None:
 
 
 def test_a_newcomer_may_come_as_another_is_lost_within_a_step() -> None:
-    """Its schedule is one step behind the others', as theirs moves after the step; rates that differ more are told."""
+    """Its schedule lags one step, as the others' moves after the step; rates that differ more are told."""
     hub = Hub(3)
 
     def work(members: Members) -> Tensor:
@@ -455,7 +455,7 @@ def drawn(layout: Layout) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_members_owe_is_carried_over(seed: int) -> None:
+def test_residuals_are_carried_over(seed: int) -> None:
     """The mean of worker errors plus server errors, but for those of the lost; any sizes, any who stay, any order."""
     draw = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -463,17 +463,17 @@ def test_what_members_owe_is_carried_over(seed: int) -> None:
     W, new_W = (int(draw.integers(1, 7)) for _ in range(2))
     before, now = (lay_out(shapes, 8, size) for size in (W, new_W))
     stay = draw.permutation(W)[: int(draw.integers(1, min(W, new_W) + 1))]
-    owed, carried_over = torch.zeros(before.numel).double(), torch.zeros(now.numel).double()
+    residual, carried_over = torch.zeros(before.numel).double(), torch.zeros(now.numel).double()
     for rank, old in enumerate(stay):
         worker, owned = drawn(before), torch.zeros(before.numel)
         server = owned.view(W, -1)[old]
         server.copy_(drawn(before).view(W, -1)[old])
-        owed += worker.double() / W + owned.double()
+        residual += worker.double() / W + owned.double()
         bucket = Mock(device=torch.device("cpu"), layout=now, rank=rank)
         errors, kept = carried(bucket, before, (worker, server), int(old))
         carried_over += errors.double() / new_W
         carried_over.view(new_W, -1)[rank] += kept.double()
-    for was, its in zip(before.views(owed), now.views(carried_over), strict=True):
+    for was, its in zip(before.views(residual), now.views(carried_over), strict=True):
         torch.testing.assert_close(its, was, atol=1e-5, rtol=1e-5)
 
 
