@@ -12,6 +12,7 @@ run's token, so that a process without the token cannot write one; nothing is un
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_S = 0.02
+LEAVE_S = 5.0
 
 
 class MembershipError(RuntimeError):
@@ -114,7 +116,9 @@ class Rendezvous:
         """Set if a newcomer waits for the next epoch, as far as this member has looked. The first one looks for all."""
         self.is_over = threading.Event()
         """Set if another member of this epoch waits for the next, as far as this member has looked."""
-        threading.Thread(target=self._live, name="onebit-members", daemon=True).start()
+        self._thread = threading.Thread(target=self._live, name="onebit-members", daemon=True)
+        self._thread.start()
+        atexit.register(self.leave)
 
     def meet(self, last: Roster | None, missed: Collection[str] = ()) -> Roster:
         """Wait for the next epoch, and be in it.
@@ -202,8 +206,10 @@ class Rendezvous:
             self._beats.set("ended", self._signed("ended", {"why": why, "at": time.time()}))
 
     def leave(self) -> None:
-        """Give no more signs of life."""
+        """Give no more signs of life, and wait for the thread that gave them: a Python that ends with it may abort."""
         self._ended.set()
+        self._thread.join(LEAVE_S)
+        atexit.unregister(self.leave)
 
     def _live(self) -> None:
         looked, told = time.monotonic(), float("-inf")

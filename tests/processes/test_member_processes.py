@@ -153,3 +153,17 @@ def test_without_a_rendezvous_it_says_what_to_start(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "127.0.0.1:1", "a", "1", "none"]
     ended = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=50)
     assert ended.returncode == 1 and "start `onebit rendezvous --port 1`" in ended.stderr
+
+
+@pytest.mark.timeout(60)
+def test_a_program_may_end_while_its_members_give_signs_of_life() -> None:
+    """A thread that torch's code holds as Python ends aborts it, and `onebit run` would start it again."""
+    program = """
+import torch.distributed as dist
+from onebit.membership.rendezvous import Patience, Rendezvous
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+reach = lambda: dist.TCPStore("127.0.0.1", store.port, is_master=False)
+members = [Rendezvous(reach, name, patience=Patience(beat_s=1e-5, look_s=1e-5)) for name in "abcd"]
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=ENV, timeout=50)
+    assert (ended.returncode, ended.stderr) == (0, "")
