@@ -39,9 +39,10 @@ class _Bucket:
     complete: int = 0
     sent: list[GradientMark] = field(default_factory=list)
     sent_bits: Tensor | None = None
+    early: int = 0  # how often it has left during backward
 
-    def launch(self, transport: Transport, channel: Channel = nullcontext, *, with_bits: bool = False) -> None:
-        """Send the gradients; a missing one counts as zero. with_bits: see `is_edited_unseen`."""
+    def launch(self, transport: Transport, channel: Channel = nullcontext, *, in_backward: bool = False) -> None:
+        """Send the gradients; a missing one counts as zero. in_backward: at times, their bits are noted, too."""
         for parameter, view in zip(self.params, self.views, strict=True):
             grad = gradient_of(parameter)
             if grad is None:
@@ -50,7 +51,9 @@ class _Bucket:
                 check_place(transport.rank, parameter, "a parameter", view.shape, view.device)
                 view.copy_(local(grad))
         self.sent = marks_of(self.params)
-        self.sent_bits = gradient_bits(self._gradients()) if with_bits else None
+        looks = in_backward and transport.world_size > 1 and is_inspected(self.early)
+        self.sent_bits = gradient_bits(self._gradients()) if looks else None
+        self.early += in_backward
         with channel():
             self.work = transport.all_reduce(self.flat)
 
@@ -150,7 +153,6 @@ class DenseAverager:
         self._buckets: list[_Bucket] = []
         self._launched = 0
         self._is_paused = self._sends_late = False
-        self._steps = 0
         self._add([p for p in given if p.requires_grad])
 
     def _add(self, params: Sequence[Tensor]) -> None:
@@ -176,8 +178,8 @@ class DenseAverager:
         if any(edited):
             self._sends_late = True
             log.warning(
-                "rank %d: gradients were edited after backward had sent them, in a way that torch does not count and "
-                "only some steps look for (through .data; or sharded ones by clip_grad_norm_): from here on they are "
+                "rank %d: gradients were edited after backward had sent them, in a way that torch does not count "
+                "(.data, or clip_grad_norm_() on sharded ones) and only some steps look for: from here on they are "
                 "sent after the backward pass. Edit the gradients themselves (p.grad.clamp_()); in an engine, set "
                 '"gradient_clipping"',
                 self._transport.rank,
@@ -185,7 +187,7 @@ class DenseAverager:
         for bucket in self._buckets[self._launched :]:
             bucket.launch(self._transport, self._channel)
             edited.append(False)
-        self._launched, self._steps = 0, self._steps + 1
+        self._launched = 0
         return self._send_stale_again(edited) + _wait_all(self._buckets, self._transport)
 
     def _send_stale_again(self, edited: Sequence[bool]) -> float:
@@ -232,8 +234,7 @@ class DenseAverager:
         for bucket in self._buckets[self._launched :]:
             if bucket.complete < len(bucket.params) or self._sends_late:
                 return
-            with_bits = self._transport.world_size > 1 and is_inspected(self._steps)
-            bucket.launch(self._transport, self._channel, with_bits=with_bits)
+            bucket.launch(self._transport, self._channel, in_backward=True)
             self._launched += 1
 
 

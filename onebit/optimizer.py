@@ -307,7 +307,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _launch(self, bucket: Bucket, scale: float = 1.0, *, in_backward: bool = False) -> None:
         """Begin the step of the next bucket, with its gradients times scale, even if a gradient is missing here."""
-        self.overlap.mark_sent(bucket, with_bits=in_backward and is_inspected(self._steps_here))
+        self.overlap.mark_sent(bucket, in_backward=in_backward)
         self._driver.launch(bucket, self.rule.step(bucket, scale), is_alone=self._is_delayed)
 
     def _launch_rest(self, scale: float) -> None:

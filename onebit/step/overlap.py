@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..layout.buckets import AnyBucket
-from ..usage.marks import GradientMark, changed_since, gradient_bits, marks_of
+from ..usage.marks import GradientMark, changed_since, gradient_bits, is_inspected, marks_of
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Sent:
     Attributes:
         bucket: The bucket.
         marks: A mark of each gradient, by which torch shows changes.
-        bits: A hash of each gradient, in the steps that look for unseen edits; None in others.
+        bits: A hash of each gradient, if unseen edits are looked for; else None.
     """
 
     bucket: AnyBucket
@@ -90,6 +91,7 @@ class Overlap:
         self._passes: dict[Tensor, Passes] = {}
         self._complete: dict[int, int] = {}  # bucket -> number of its complete gradients
         self._sent: dict[int, Sent] = {}  # bucket -> the gradients that it sent last
+        self._early = Counter[int]()  # bucket -> how often it has left during backward
         self._passes_per_step = 0  # unknown until the first step has counted them
         self._resent_in_a_row = 0
 
@@ -117,14 +119,18 @@ class Overlap:
         """Whether all gradients of the bucket are complete."""
         return self._complete.get(bucket.index, 0) == len(bucket.params)
 
-    def mark_sent(self, bucket: AnyBucket, *, with_bits: bool) -> None:
+    def mark_sent(self, bucket: AnyBucket, *, in_backward: bool) -> None:
         """Note the bucket's gradients as they are now, because they are being sent.
 
         Args:
             bucket: The bucket.
-            with_bits: Whether to note their bits, too, to find edits that torch does not show.
+            in_backward: Whether the backward pass is still running. Then bits are noted at times, too, to find edits
+                that torch does not show.
         """
-        bits = gradient_bits(bucket.gradients()) if with_bits else None
+        bits = None
+        if in_backward:
+            bits = gradient_bits(bucket.gradients()) if is_inspected(self._early[bucket.index]) else None
+            self._early[bucket.index] += 1
         self._sent[bucket.index] = Sent(bucket, marks_of(bucket.params), bits)
 
     def has_changed(self, scale: float) -> bool:
@@ -149,8 +155,8 @@ class Overlap:
         if is_edited_unseen:
             self.is_possible = False
             log.warning(
-                "rank %d: gradients were edited after backward had sent them, in a way that torch does not count and "
-                "only some steps look for (through .data; or sharded ones by clip_grad_norm_): all buckets are sent "
+                "rank %d: gradients were edited after backward had sent them, in a way that torch does not count "
+                "(.data, or clip_grad_norm_() on sharded ones) and only some steps look for: all buckets are sent "
                 "once more, and from here on in step(), as with overlap=False. Edit the gradients themselves "
                 "(p.grad.clamp_()), clip by max_grad_norm=, or construct with overlap=False",
                 self._rank,

@@ -102,6 +102,29 @@ def test_gradient_missing_on_one_rank_counts_as_zero(during_backward: bool) -> N
         assert torch.equal(grad, torch.full((4,), 0.5))
 
 
+def test_edits_behind_torchs_back_are_found_however_late_a_bucket_leaves_early(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Through `.data`, in every step of rank 1; in the first ones the bucket is not complete during backward."""
+
+    def work(transport: SimTransport) -> list[Tensor]:
+        used, later = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))
+        averager = DenseAverager([used, later], transport)
+        means = []
+        for step in range(8):
+            used.grad = later.grad = None
+            (used.sum() + (later.sum() if step > 4 else 0.0)).backward()
+            if transport.rank == 1:
+                used.grad.data.mul_(3.0)
+            averager.finish()
+            means.append(used.grad.clone())
+        return means
+
+    for means in run_ranks(2, work):
+        assert all(torch.equal(mean, torch.full((3,), 2.0)) for mean in means)
+    assert caplog.text.count("rank 1: gradients were edited after backward") == 1
+
+
 def test_half_precision_gradients_are_averaged_in_float32() -> None:
     def work(transport: SimTransport) -> Tensor:
         p = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -154,16 +155,29 @@ def test_gradients_edited_late_are_sent_once_more_and_then_in_step(caplog: pytes
     assert "gradients of rank [1] changed" in caplog.text
 
 
+@pytest.mark.parametrize("early_from", [1, 7])
 @pytest.mark.parametrize("name", FAMILY)
-def test_gradients_edited_behind_torchs_back_are_found(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """`p.grad.data.clamp_()`, as many scripts have it; from there on nothing of that rank leaves during backward."""
+def test_gradients_edited_behind_torchs_back_are_found(
+    name: str, early_from: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`p.grad.data.clamp_()`, as many scripts have it; from there on nothing of that rank leaves during backward.
+
+    However late a bucket leaves during backward for the first time: before, each step has fewer passes than the last.
+    """
+    meeting = threading.Barrier(2)
+
+    def meet(grad: Tensor) -> None:
+        meeting.wait(10)
 
     def ours(transport: SimTransport, overlap: bool) -> tuple[Tensor, list[bool]]:
         net, optimizer = fresh(transport, name, bucket_cap_mb=0.004, overlap=overlap, compression="always")
+        # 0/1 Adam sends once the other rank's header is there, and that leaves with the first bucket.
+        next(net.parameters()).register_hook(meet)
         early = []
-        for step in range(9):
+        for step in range(12):
             optimizer.zero_grad()
-            loss_of(net, step, transport.rank).backward()
+            for k in range(max(1, early_from - step)):
+                loss_of(net, 7 * step + k, transport.rank).backward()
             early.append(optimizer._driver.launched > 0)
             if transport.rank == 1:
                 for p in net.parameters():
@@ -175,6 +189,7 @@ def test_gradients_edited_behind_torchs_back_are_found(name: str, caplog: pytest
     for (weights, _), (expected, _) in zip(found, plain, strict=True):
         assert torch.equal(weights, expected)
     assert sum(found[1][1]) == 1 <= sum(found[0][1])
+    assert found[1][1].index(True) >= early_from
     if name != "ZeroOneAdam":  # which hears rank 1's header first, and that comes in step() from here on
         assert sum(found[0][1]) > 1
     assert caplog.text.count("rank 1: gradients were edited after backward") == 1

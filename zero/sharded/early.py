@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ...layout.buckets import Buckets
 from ...step.overlap import Overlap
-from ...usage.marks import is_inspected
 from .bucket import ShardedBucket
 from .rule import ShardedRule
 
@@ -18,7 +15,6 @@ class EarlyFrames(Overlap):
         super().__init__(rank, is_on)
         self._rule, self._buckets = rule, buckets
         self._weights: dict[int, tuple[float, float]] = {}  # by bucket, of the frames sent in this step
-        self._steps = 0  # number of steps with frames that went up early
         self._warms_up = False
 
     def look_ahead(self) -> None:
@@ -31,8 +27,8 @@ class EarlyFrames(Overlap):
         return self.is_on and not self._warms_up
 
     def note(self, bucket: ShardedBucket, *, in_backward: bool) -> None:
-        """Note that the bucket's frames are being made; in some steps also the bits, as torch misses some edits."""
-        self.mark_sent(bucket, with_bits=in_backward and is_inspected(self._steps))
+        """Note that the bucket's frames are being made."""
+        self.mark_sent(bucket, in_backward=in_backward)
         self._weights[bucket.index] = self._weights_of(bucket)
 
     def _weights_of(self, bucket: ShardedBucket) -> tuple[float, float]:
@@ -43,11 +39,6 @@ class EarlyFrames(Overlap):
         """Whether the frames already sent differ from those that would be sent now."""
         are_others = [self._weights_of(self._buckets[index]) != sent for index, sent in self._weights.items()]
         return super().has_changed(scale) or any(are_others)
-
-    def count_resent(self, ranks: Sequence[int]) -> None:
-        """As `Overlap.count_resent`; also counts the step as one with early frames."""
-        self._steps += 1
-        super().count_resent(ranks)
 
     def end_step(self) -> None:
         """As `Overlap.end_step`."""
