@@ -304,12 +304,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
             return loss
         bad = self._take_step(self._unscale())
         if self._lost is None and self.replica_check.is_due(are_synchronised=self.rule.is_synchronised()):
-            try:
-                self.check_replicas()
-            except PeerError as error:
-                if self._members is None:
-                    raise
-                self._lost = error
+            self.check_replicas()
         self._fill_stats()
         self._end_step()
         self._steps_here += 1

@@ -595,11 +595,20 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def check_replicas(self) -> None:
         """Compare the bits of parameters, moments or D, and packed momentum. All ranks. Sends 16 bytes per peer.
 
-        Tensor ranks compare the elements that all of them hold: see `ModelParallelGroup.find_divergence`.
+        Tensor ranks compare the elements that all of them hold: see `ModelParallelGroup.find_divergence`. If a member
+        is lost meanwhile, nothing is compared, with a warning.
 
         Raises:
             ReplicaError: They differ. On all ranks.
         """
+        if self._members is None:
+            return self._compare_replicas()
+        try:
+            self._compare_replicas()
+        except PeerError as error:
+            self._lost = self._members.note_lost("check_replicas()", error)
+
+    def _compare_replicas(self) -> None:
         names, step = self.buckets.names, self.steps_taken()
         diverged = self.model_parallel_group.find_divergence(self.buckets.params, names)
         state = [pair for bucket in self.buckets for pair in bucket.replicated()]

@@ -155,6 +155,7 @@ class LocalSteps(Wrapped):
         self.steps = 0
         self.is_away = self.is_frozen = self._is_finished = False
         self._counts_steps = self._members is not None  # in place of tokens: a newcomer weighs less in its first round
+        self._lost: PeerError | None = None  # a lost member, until the next step can continue without it
         self._change_is_due = False  # all members have agreed to let newcomers in before the next step
         self.is_round_due = False  # among members: a round has begun, and has not landed
         self._edit = ""  # description of a replaced parameter in the groups: this rank then takes no more steps
@@ -418,9 +419,17 @@ class LocalSteps(Wrapped):
             self._is_finished = False
 
     def check_replicas(self) -> None:
-        """Compare the anchors' bits. All ranks; raises ReplicaError on all if they differ."""
-        with self.traffic.waited.running():
-            self.replica.check_anchors(self.steps)
+        """Compare the anchors' bits. All ranks; raises ReplicaError on all if they differ.
+
+        If a member is lost meanwhile, nothing is compared, with a warning.
+        """
+        try:
+            with self.traffic.waited.running():
+                self.replica.check_anchors(self.steps)
+        except PeerError as error:
+            if self._members is None:
+                raise
+            self._lost = self._members.note_lost("check_replicas()", error)
 
     # ---------------------------------------------------------------- members that come and go
 
@@ -442,14 +451,16 @@ class LocalSteps(Wrapped):
                 f"{self._members.rendezvous.name} is in no run yet: call onebit.membership.begin(optimizer) before "
                 "step()"
             )
-        if self._members.is_over():  # others have lost a member in the last round, and wait
+        if self._lost is not None:
+            self._change(self._lost)
+        elif self._members.is_over():  # others have lost a member in the last round, and wait
             self._change(PeerError("another member has ended the epoch"))
         elif self._change_is_due:
             self._change(None)
 
     def _change(self, why: PeerError | None) -> None:
         assert self._members is not None
-        self._change_is_due = False
+        self._change_is_due, self._lost = False, None
         if change(self, self._members, why).is_back:  # its gradients are of parameters that are gone
             self.zero_grad()
 

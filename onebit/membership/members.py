@@ -6,6 +6,7 @@ a world of one rank, so that a newcomer constructs model and optimizer alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from torch import Tensor
 from ..comm import PeerError, SimTransport, Transport
 from ..comm.transports.base import Channel, Work
 from .rendezvous import Rendezvous, Roster
+
+log = logging.getLogger(__name__)
 
 Connect = Callable[[Roster, int], Transport]
 
@@ -111,6 +114,11 @@ class Members(Transport):
     def is_over(self) -> bool:
         """Whether another member has left the current epoch for the next, as far as this one has looked."""
         return self.rendezvous.is_over.is_set()
+
+    def note_lost(self, call: str, error: PeerError) -> PeerError:
+        """Warn that a call between two steps was given up; the members meet before the next step. Returns the error."""
+        log.warning("%s: %s was given up, as a member is lost: %s", self.rendezvous.name, call, error)
+        return error
 
     # ---------------------------------------------------------------- the transport of the epoch
 

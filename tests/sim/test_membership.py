@@ -100,6 +100,36 @@ def test_survivors_go_on_with_the_same_bits(fuse: float) -> None:
     assert steps == others == 16 and torch.equal(first, second)
 
 
+@pytest.mark.parametrize("fuse", [0, 0.5])
+@pytest.mark.parametrize("make", [adam, local], ids=["adam", "local"])
+def test_a_member_may_be_lost_while_replicas_are_compared(
+    make: Make, fuse: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a call of the program's, between two steps; with .5 one member has the answer, and another none."""
+
+    def work(members: Members) -> Tensor:
+        model = net()
+        optimizer = make(model, members)
+        begin(optimizer)
+        draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
+        while optimizer.steps_taken() < 16:
+            x = torch.randn(8, 12, generator=draw)
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if optimizer.steps_taken() == 8:
+                if members.rendezvous.name == "b":
+                    members._now.fuse[0] = fuse
+                optimizer.check_replicas()
+        optimizer.check_replicas()
+        return torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+    run = founded(Hub(3), work, [INF, INF, INF]).join()
+    first, second = run.results.values()
+    assert set(run.errors) == {"b"} and torch.equal(first, second)
+    assert "check_replicas() was given up, as a member is lost" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_step_that_others_have_taken_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the fuses at which a step's last message reaches one survivor alone. The schedule moves on by one as well."""
