@@ -229,7 +229,7 @@ def _bring_together(optimizer: Changing, members: Members, standing: Sequence[St
     if len(with_state) < members.world_size:
         _refuse_strangers(optimizer, members, params, with_state)
     if not with_state:
-        if members.rendezvous.has_begun:
+        if members.rendezvous.has_begun(members.roster):
             raise MembershipError(
                 f"{members.rendezvous.name}: no member of epoch {members.roster.epoch} has the run's state: those that "
                 "had it are lost; start anew from a checkpoint"

@@ -145,10 +145,21 @@ class Rendezvous:
                 return roster
             before, missed = roster, ()  # this epoch was closed without this member: try the one after
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether there has been an epoch: from then on a member has the run's state, or it is lost."""
-        return bool(self._store.check(["begun"]))
+    def has_begun(self, roster: Roster) -> bool:
+        """Whether there has been an epoch: from then on a member has the run's state, or it is lost.
+
+        Args:
+            roster: The epoch in which this member is.
+
+        Raises:
+            PeerError: The others have begun a later one: this member was silent for too long.
+        """
+        if not self._store.check(["begun"]):
+            return False
+        newest = self._newest()
+        if newest is not None and newest.epoch > roster.epoch:
+            raise PeerError(f"{self.name}: the others have gone on from epoch {roster.epoch} to {newest.epoch}")
+        return True
 
     def confirm(self, roster: Roster, what: str) -> None:
         """Wait until all members of an epoch have confirmed this point.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,8 @@ from onebit.comm.messages import gather_bytes
 from onebit.dense import DenseAverager, average_gradients
 from onebit.layout.flat import Layout, lay_out
 from onebit.membership import Buffers, Change, Members, MembershipError, begin
+from onebit.membership.change import _exchange
+from onebit.membership.members import Standing
 from onebit.reference.onebit_adam import OnebitAdam as OnebitAdamOracle
 from onebit.step import link_probe
 from onebit.step.link_probe import LinkProbe
@@ -98,6 +101,27 @@ def test_survivors_go_on_with_the_same_bits(fuse: float) -> None:
     assert set(run.results) == {"a", "c"} and set(run.errors) == {"b"}
     (steps, first), (others, second) = run.results.values()
     assert steps == others == 16 and torch.equal(first, second)
+
+
+def test_a_founder_that_was_silent_as_the_first_epoch_began_is_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine stood still: the others have begun without it, and it has not lost the run's state."""
+    hub, are_gone = Hub(3), threading.Event()
+
+    def exchange_late(members: Members, mine: Standing) -> list[Standing]:
+        found = _exchange(members, mine)
+        if members.rendezvous.name == "b" and members.roster.epoch == 1:
+            beats = members.rendezvous._beats
+            beat, beats.add = beats.add, lambda *args: are_gone.wait(20) and beat(*args)
+            while not hub.store.check(["begun"]):
+                time.sleep(0.01)
+            are_gone.set()
+        return found
+
+    monkeypatch.setattr("onebit.membership.change._exchange", exchange_late)
+    run = founded(hub, lambda members: train(members, 400), [INF, INF, INF]).join()
+    assert len(run.results) == 3 and max(hub.networks) >= 3
+    (_, first), *others = run.results.values()
+    assert all(torch.equal(first, params) for _, params in others)
 
 
 @pytest.mark.parametrize("fuse", [0, 0.5])
