@@ -26,6 +26,7 @@ NAMES = (
     "offload_gpu",
     "inference",
     "local_rounds",
+    "unlike",
     "churn",
     "time_to_loss",
     "peer_deepspeed",

@@ -32,12 +32,14 @@ from ..dense import DenseAverager
 from ..layout.buckets import elements_of
 from ..membership.change import change
 from ..membership.members import Members
+from ..membership.sampler import MemberSampler
 from ..model_parallel import ModelParallelGroup, model_parallel_group_of
 from ..usage.contract import State, check_number, loss_of
 from ..usage.frozen import gradient_of, refuse_unfrozen
 from ..usage.graphs import outside_graphs
 from . import new_world
 from . import state as states
+from .balance import Balance
 from .buffers import BufferMean
 from .fragment import Fragment, OuterStep, divide
 from .inner_step import InnerStep
@@ -58,7 +60,7 @@ class LocalSteps(Wrapped):
     It shows param_groups and state of the wrapped optimizer. All ranks construct, step, load and save together.
     Sources: DiLoCo (arXiv 2311.08105), 1-bit Adam's error feedback (arXiv 2102.02888).
 
-    Sends 2·(n-1)/n frames of the model each round, and 44 bytes to each peer: 2.125/H·(n-1)/n bits per parameter and
+    Sends 2·(n-1)/n frames of the model each round, and 52 bytes to each peer: 2.125/H·(n-1)/n bits per parameter and
     step. A correction sends (L-1)/L frames more inside a node of L ranks. Keeps 4 (anchor) + 4 (worker error) + 8/n
     (server error) bytes per parameter, 4 more with outer momentum, 4 with a correction, and 4 with a master.
 
@@ -77,6 +79,9 @@ class LocalSteps(Wrapped):
         delay: Steps between sending a fragment and applying it, while training goes on. Default 0.
         correction_steps: Steps over which a rank learns how the mean moves differently from it (SCAFFOLD's control
             variate, τ), e.g. 80; each step then adds the difference. Default 0: no correction.
+        balanced: Whether each rank takes as many steps between rounds as its measured speed allows, so that none waits
+            for the slowest. Differences are weighted by steps, if not by `add_tokens`. `every` and `steps_taken()`
+            count steps of the mean rank. Default False: all ranks take as many steps.
         model: Model whose buffers start as rank 0's and become equal in each round, as by `sync_buffers`. Default None:
             each rank keeps its own.
         transport: Connection to the other ranks. Default `onebit.comm.init()`. In two levels gradients are averaged
@@ -110,6 +115,7 @@ class LocalSteps(Wrapped):
         fragments: int = 1,
         delay: int = 0,
         correction_steps: int = 0,
+        balanced: bool = False,
         model: nn.Module | None = None,
         transport: Transport | None = None,
         model_parallel_group: ModelParallelGroup | Transport | None = None,
@@ -127,6 +133,7 @@ class LocalSteps(Wrapped):
             fragments=fragments,
             delay=delay,
             correction_steps=correction_steps,
+            balanced=balanced,
             averages_buffers=model is not None,
             error_dtype=error_dtype,
             bucket_elements=elements_of(bucket_cap_mb),
@@ -150,11 +157,17 @@ class LocalSteps(Wrapped):
         self.policy = IntervalPolicy(
             inner, self.options.schedule, self.buckets, self.codec, self.transport, parts, self.traffic
         )
-        self.rounds = Rounds(inner, self.replica, self.options, self.transport, parts, self.traffic.waited, self.stats)
+        self.balance = Balance(self.policy.next(0)) if balanced else None
+        if self.balance is not None and parts.whole.world_size > 1:
+            raise ValueError("balanced=True needs a whole model on each rank, and this one is divided among several")
+        self.rounds = Rounds(
+            inner, self.replica, self.options, self.transport, parts, self.traffic.waited, self.stats, self.balance
+        )
         self.fragments: list[Fragment] = []
         self.steps = 0
         self.is_away = self.is_frozen = self._is_finished = False
-        self._counts_steps = self._members is not None  # in place of tokens: a newcomer weighs less in its first round
+        # In place of tokens: newcomers, who weigh less in their first round, and balanced ranks take unlike numbers.
+        self.counts_steps = balanced or self._members is not None
         self._lost: PeerError | None = None  # a lost member, until the next step can continue without it
         self._change_is_due = False  # all members have agreed to let newcomers in before the next step
         self.is_round_due = False  # among members: a round has begun, and has not landed
@@ -215,8 +228,8 @@ class LocalSteps(Wrapped):
             count: Number of tokens, or of another unit that all ranks use; added to earlier counts of the round.
         """
         check_number(f"rank {self.transport.rank}: add_tokens", "count", count)
-        if self._counts_steps:
-            self._counts_steps = False
+        if self.counts_steps:
+            self.counts_steps = False
             for fragment in self.fragments:
                 fragment.tokens = 0.0
         for fragment in self.fragments:
@@ -257,8 +270,8 @@ class LocalSteps(Wrapped):
             self.traffic.waited.total_s += 1e-3 * self._averager.finish()
         if not self._edit:
             self._take_inner_step()
-        self.steps += 1
-        for fragment in self.fragments if self._counts_steps else ():
+        self.steps += 1 if self.balance is None else self.balance.count_step()
+        for fragment in self.fragments if self.counts_steps else ():
             fragment.tokens += 1.0
         for fragment in self.fragments:
             self.rounds.bring_home(fragment, self.steps)
@@ -315,6 +328,7 @@ class LocalSteps(Wrapped):
         self.is_round_due = False
         fragment.due = self.steps + interval
         self.stats.count_round(ballot, interval)
+        self.rounds.balance(ballot, interval)
         self.is_frozen = False
         self.skip_limit.observe(not ballot.is_counted, (), self.transport)
         if fragment.index == 0:
@@ -331,14 +345,14 @@ class LocalSteps(Wrapped):
 
     # ---------------------------------------------------------------- agreement of the ranks
 
-    @calling("optimizer.sync()")
     def sync(self) -> None:
         """Take a round of all fragments now: afterwards all ranks have the same parameters. All ranks, same step.
 
         Call it before a model is saved alone, and at the end of a run. Sends nothing if nothing has moved since the
         last round.
         """
-        with torch.no_grad():
+        # Balanced ranks jump over steps: for one of them this may be a round of step(), which has no name.
+        with torch.no_grad(), calling("" if self.balance is not None else "optimizer.sync()"):
             self._begin_round()
             for fragment in self.fragments:
                 self.rounds.land(fragment)
@@ -368,6 +382,8 @@ class LocalSteps(Wrapped):
 
     def is_at_anchor(self) -> bool:
         """Whether all parameters are the anchors: no step was taken since. The same on all ranks."""
+        if self.balance is not None and self.balance.taken > 0:
+            return False
         return all(not fragment.is_under_way and fragment.synced_at == self.steps for fragment in self.fragments)
 
     def anchors(self) -> AbstractContextManager[None]:
@@ -465,7 +481,7 @@ class LocalSteps(Wrapped):
             self.zero_grad()
 
     def steps_taken(self) -> int:
-        """Number of local steps that were taken."""
+        """Number of local steps that were taken; with `balanced`, by the mean rank."""
         return self.steps
 
     def option_lines(self) -> list[str]:
@@ -483,6 +499,12 @@ class LocalSteps(Wrapped):
 
     def leave_world(self) -> State:
         """See `membership.change.Changing`."""
+        assert self._members is not None
+        if self.balance is not None and any(isinstance(its, MemberSampler) for its in self._members.travels.values()):
+            raise ValueError(
+                f"{self._members.rendezvous.name}: a MemberSampler gives each member as many batches, and with "
+                "balanced=True members take unlike numbers; let each draw its own, or use balanced=False"
+            )
         return new_world.leave(self)
 
     def for_others(self, state: State) -> State:
@@ -551,6 +573,9 @@ class LocalSteps(Wrapped):
         self.stats.rounds, self.stats.missed_rounds, self.stats.skipped_steps = record["counts"]
         self.stats.dropped_states = record.get("dropped_states", 0)  # older states have no such count
         self.traffic.sent_in_run = record["sent_bytes"]
+        self.counts_steps = record.get("counts_steps", self.counts_steps)  # older states have no such entries
+        if self.balance is not None and "balance" in record:
+            self.balance.load_state_dict(record["balance"])
         if isinstance(self.interval, Auto):
             self.interval.chosen = record["chosen"]
         self.replica_check.restart(self.steps)

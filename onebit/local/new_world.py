@@ -22,6 +22,7 @@ from ..comm import Transport
 from ..layout.buckets import Buckets
 from ..layout.flat import lay_out
 from ..usage.contract import State
+from .balance import Balance
 from .fragment import Fragment, LocalBucket
 from .inner_step import InnerStep
 from .options import LocalOptions
@@ -42,6 +43,7 @@ class Stepping(Protocol):
     rounds: Rounds
     replica_check: ReplicaCheck
     stats: LocalStats
+    balance: Balance | None
     steps: int
     is_frozen: bool
     is_round_due: bool
@@ -112,6 +114,8 @@ def take_over(optimizer: Stepping, theirs: State, own: State | None) -> None:
             for w in bucket.local_values:
                 if next(decays):
                     w.mul_(fragment.keeps[bucket.group_index])
+    if optimizer.balance is not None:
+        optimizer.balance.begin(fragment.due - optimizer.steps, fragment.due - optimizer.steps)
     optimizer.replica.show()
     optimizer.rounds.stop_looking()
     optimizer.replica_check.restart(optimizer.steps)

@@ -24,6 +24,7 @@ class LocalOptions:
     fragments: int
     delay: int
     correction_steps: int
+    balanced: bool
     averages_buffers: bool
     error_dtype: torch.dtype
     bucket_elements: int
@@ -44,6 +45,11 @@ class LocalOptions:
                 f"a round every {self.schedule.smallest} steps cannot land delay={self.delay} steps after it was sent; "
                 "lower delay, or raise every (its least interval, and start_every)"
             )
+        if self.balanced and (self.fragments > 1 or self.delay or self.correction_steps):
+            raise ValueError(
+                "balanced=True needs fragments=1, delay=0 and correction_steps=0, as ranks take unlike numbers; "
+                f"got {self.fragments}, {self.delay}, {self.correction_steps}"
+            )
         if self.error_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"error_dtype must be torch.float32 or torch.bfloat16, got {self.error_dtype!r}")
 
@@ -58,6 +64,7 @@ class LocalOptions:
             "fragments": self.fragments,
             "delay": self.delay,
             "correction_steps": self.correction_steps,
+            "balanced": self.balanced,
             "averages buffers": self.averages_buffers,
             "error_dtype": self.error_dtype,
             "bucket_elements": self.bucket_elements,

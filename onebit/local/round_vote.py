@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import mul
 
 import torch
 
@@ -17,7 +18,7 @@ from ..agreement.wrappers import NOT_COMPARED
 from ..comm import Transport
 from ..comm.messages import gather_bytes, raise_on_all_ranks
 
-_FIXED = struct.Struct("<qq??Bd8s")
+_FIXED = struct.Struct("<qq??Bdd8s")
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,9 @@ class RoundVote:
 
     step: local steps so far. interval: steps to the next round. is_present: whether its difference counts now; if not,
     it is carried over. is_finished: it has no batches left (`join`). owes: whether it has a residual of earlier rounds.
-    tokens: its training data since the last round, from `add_tokens`. gradients: see `wrappers.gradient_digest`. edit:
-    a replaced parameter that this rank has found in its groups, for the error; for another rank, whether there is one.
+    tokens: its training data since the last round, from `add_tokens`. step_s: see `Balance`. gradients: see
+    `wrappers.gradient_digest`. edit: a replaced parameter that this rank has found in its groups, for the error; for
+    another rank, whether there is one.
     changes: newcomers wait to be let in, among members that come and go.
     keeps: by group, the product of the weight decays since the last round. decays: by parameter, whether it had a
     gradient in every step since then: only then has the inner optimizer decayed it each time.
@@ -39,6 +41,7 @@ class RoundVote:
     is_finished: bool = False
     owes: bool = False
     tokens: float = 0.0
+    step_s: float = 0.0
     gradients: bytes = NOT_COMPARED
     keeps: tuple[float, ...] = ()
     decays: tuple[bool, ...] = ()
@@ -47,7 +50,7 @@ class RoundVote:
 
     def to_bytes(self) -> bytes:
         flags = self.is_present, self.is_finished, self.owes | bool(self.edit) << 1 | self.changes << 2
-        fixed = _FIXED.pack(self.step, self.interval, *flags, self.tokens, self.gradients)
+        fixed = _FIXED.pack(self.step, self.interval, *flags, self.tokens, self.step_s, self.gradients)
         bits = sum(1 << k for k, decays in enumerate(self.decays) if decays)
         numbers = struct.pack(f"<{len(self.keeps)}d", *self.keeps)
         return fixed + numbers + bits.to_bytes(-(-len(self.decays) // 8), "little")
@@ -55,12 +58,14 @@ class RoundVote:
     @classmethod
     def from_bytes(cls, data: bytes, groups: int, parameters: int) -> RoundVote:
         end = _FIXED.size + 8 * groups
-        numbers, bits = struct.unpack(f"<{groups}d", data[_FIXED.size : end]), int.from_bytes(data[end:], "little")
+        keeps, bits = struct.unpack(f"<{groups}d", data[_FIXED.size : end]), int.from_bytes(data[end:], "little")
         decays = tuple(bool(bits >> k & 1) for k in range(parameters))
-        step, interval, is_present, is_finished, flags, tokens, gradients = _FIXED.unpack_from(data)
+        step, interval, is_present, is_finished, flags, tokens, step_s, gradients = _FIXED.unpack_from(data)
         owes, edit = bool(flags & 1), "something" if flags & 2 else ""
         changes = bool(flags & 4)
-        return cls(step, interval, is_present, is_finished, owes, tokens, gradients, numbers, decays, edit, changes)
+        return cls(
+            step, interval, is_present, is_finished, owes, tokens, step_s, gradients, keeps, decays, edit, changes
+        )
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Ballot:
     votes: in rank order. goes_on: whether any rank has batches left. agreed: the vote of the ranks that have; if none
     has, of the one with the most steps. is_counted: whether any rank's difference counts. owes_nothing: all count, and
     no rank has a residual of earlier rounds. decays: as in `RoundVote`, on every rank. presents, weights: by node, as
-    its ranks share one difference: whether it counts, and its weight.
+    its ranks share one difference: whether it counts, and its weight. seconds: by node, of a step of its slowest rank.
     """
 
     mine: RoundVote
@@ -82,6 +87,7 @@ class Ballot:
     decays: list[bool]
     presents: list[bool]
     weights: list[float]
+    seconds: list[float]
 
     @classmethod
     def of(cls, mine: RoundVote, votes: list[RoundVote], local_size: int) -> Ballot:
@@ -89,29 +95,35 @@ class Ballot:
         nodes = [votes[k : k + local_size] for k in range(0, len(votes), local_size)]
         goes_on = not all(vote.is_finished for vote in votes)
         active = [vote for vote in votes if not vote.is_finished or not goes_on]
+        furthest = max(active, key=lambda vote: vote.step)
         return cls(
             mine,
             votes,
             goes_on,
-            agreed=max(active, key=lambda vote: vote.step),
+            agreed=replace(furthest, keeps=_mean_keeps(active)),
             is_counted=any(vote.is_present for vote in votes),
             owes_nothing=all(vote.is_present and not vote.owes for vote in votes),
             decays=[all(column) for column in zip(*(vote.decays for vote in votes), strict=True)],
             presents=[all(vote.is_present for vote in node) for node in nodes],
             weights=weights_of([sum(vote.tokens for vote in node) for node in nodes]),
+            seconds=[max(vote.step_s for vote in node) for node in nodes],
         )
 
 
-def cast_votes(transport: Transport, mine: RoundVote, device: torch.device | str, local_size: int) -> Ballot:
+def cast_votes(
+    transport: Transport, mine: RoundVote, device: torch.device | str, local_size: int, *, is_balanced: bool = False
+) -> Ballot:
     """Exchange the votes. All ranks. Raises DesyncError, and RuntimeError if a rank's groups were edited.
 
-    local_size: ranks of a node. Sends 35 bytes, 8 for each group and a bit for each parameter to each peer.
+    local_size: ranks of a node. is_balanced: ranks take unlike numbers of steps (`Balance`). Sends 43 bytes, 8 for each
+    group and a bit for each parameter to each peer.
     """
     messages = gather_bytes(transport, mine.to_bytes(), device)
     votes = [RoundVote.from_bytes(data, len(mine.keeps), len(mine.decays)) for data in messages]
     if any(vote.edit for vote in votes):
         raise_on_all_ranks(transport, mine.edit, RuntimeError, device)
-    check_votes(transport.rank, votes, may_change=transport.ranks_change)
+    if not is_balanced:
+        check_votes(transport.rank, votes, may_change=transport.ranks_change)
     return Ballot.of(mine, votes, local_size)
 
 
@@ -150,6 +162,15 @@ def _keeps(active: Sequence[tuple[int, RoundVote]], may_change: bool) -> list[tu
             for its in keeps
         ]
     return keeps
+
+
+def _mean_keeps(votes: Sequence[RoundVote]) -> tuple[float, ...]:
+    """What is left by weight decay, by group, in the mean over ranks, weighted as their differences."""
+    weights = weights_of([vote.tokens for vote in votes])
+    columns = zip(*(vote.keeps for vote in votes), strict=True)
+    return tuple(
+        column[0] if len(set(column)) == 1 else sum(map(mul, weights, column)) / len(votes) for column in columns
+    )
 
 
 def weights_of(tokens_by_node: Sequence[float]) -> list[float]:

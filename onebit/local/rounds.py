@@ -20,6 +20,7 @@ from ..agreement.wrappers import NOT_COMPARED, are_alike, gradient_digest, refus
 from ..comm import ExchangeTask, Transport
 from ..model_parallel import ModelParallelGroup
 from ..step.stats import WaitClock
+from .balance import Balance, divide_steps
 from .fragment import Fragment, LocalBucket, Share, is_lossless
 from .inner_state import InnerState
 from .options import LocalOptions
@@ -38,7 +39,8 @@ class Rounds:
     """The votes and exchanges of fragments. All ranks vote, send and land in the same order.
 
     inner: its state is reset for parameters that are not finite. parts: the ranks that hold one replica. waited: runs
-    while rounds wait for others. stats: gets the phase and this rank's weight.
+    while rounds wait for others. stats: gets the phase and this rank's weight. balance: None, if all ranks take as many
+    steps.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Rounds:
         parts: ModelParallelGroup,
         waited: WaitClock,
         stats: LocalStats,
+        balance: Balance | None,
     ):
         self._inner_state = InnerState(inner, transport.rank, stats)
         self._buckets, self._hierarchy = replica.buckets, replica.hierarchy
@@ -57,6 +60,7 @@ class Rounds:
         self._correction_steps = options.correction_steps
         self._is_lossless = is_lossless(options.codec)
         self._transport, self._parts, self._waited, self._stats = transport, parts, waited, stats
+        self._balance = balance
         self._gradients, self._has_looked = NOT_COMPARED, False
 
     # ---------------------------------------------------------------- the vote
@@ -87,11 +91,14 @@ class Rounds:
         step, interval, is_finished, edit, changes: this rank's, as in `RoundVote`. is_present: whether its difference
         counts if it is finite.
         """
-        spoilt = self._restore_spoilt(fragment, step)
+        spoilt, step_s, steps = self._restore_spoilt(fragment, step), 0.0, self._stats.interval
+        if self._balance is not None:
+            self._balance.end()
+            step_s, steps = self._balance.step_s, self._balance.share
         for bucket in (bucket for bucket in fragment.buckets if bucket not in spoilt):
             self._inner_state.drop_not_finite(bucket, step)
             if is_present and not is_finished and step == fragment.due:
-                self._inner_state.drop_still(bucket, step, self._stats.interval, fragment.keeps[bucket.group_index])
+                self._inner_state.drop_still(bucket, step, steps, fragment.keeps[bucket.group_index])
         is_present = self._parts.agree(is_present and not spoilt)
         owes = self._is_lossless and any(bucket.owes() for bucket in fragment.buckets)
         (tokens,) = self._parts.total(fragment.tokens)
@@ -102,6 +109,7 @@ class Rounds:
             is_finished,
             owes,
             tokens,
+            step_s,
             self._gradients,
             tuple(fragment.keeps),
             tuple(fragment.decays),
@@ -110,7 +118,9 @@ class Rounds:
         )
         device = self._buckets[0].device if self._buckets else torch.device("cpu")
         with self._waited.running():
-            ballot = cast_votes(self._transport, mine, device, self._hierarchy.local_size)
+            ballot = cast_votes(
+                self._transport, mine, device, self._hierarchy.local_size, is_balanced=self._balance is not None
+            )
         self._look_for_wrappers([vote.gradients for vote in ballot.votes])
         return ballot, spoilt
 
@@ -176,6 +186,12 @@ class Rounds:
         else:
             fragment.move("commit")
             fragment.sent_at, fragment.synced_at = None, step
+
+    def balance(self, ballot: Ballot, interval: int) -> None:
+        """Begin the next round, if ranks take as many of its steps as their speeds allow. interval: its length."""
+        if self._balance is not None:
+            shares = divide_steps(interval, ballot.seconds)
+            self._balance.begin(interval, shares[self._hierarchy.inter_node.rank])
 
     def _shares(self, fragment: Fragment, ballot: Ballot, spoilt: Sequence[LocalBucket]) -> list[Share]:
         """This rank's part in the round of each bucket.

@@ -77,6 +77,7 @@ def save(optimizer: LocalSteps, inner: State) -> State:
         "interval": stats.interval,
         "chosen": optimizer.interval.chosen if isinstance(optimizer.interval, Auto) else None,
         "is_frozen": optimizer.is_frozen,
+        "counts_steps": optimizer.counts_steps,
         "counts": [stats.rounds, stats.missed_rounds, stats.skipped_steps],
         "dropped_states": stats.dropped_states,
         "sent_bytes": optimizer.traffic.sent_in_run,
@@ -94,6 +95,8 @@ def save(optimizer: LocalSteps, inner: State) -> State:
             for bucket in optimizer.buckets
         ],
     }
+    if optimizer.balance is not None:
+        record["balance"] = optimizer.balance.state_dict()
     if not optimizer.is_at_anchor():
         record["parameters"] = [w.detach() for bucket in optimizer.buckets for w in bucket.local_values]
         record["module_buffers"] = {name: local(buffer).detach() for name, buffer in optimizer.buffers.named()}

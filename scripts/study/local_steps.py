@@ -7,7 +7,8 @@ Nesterov's step over its own last H steps, as DiLoCo does: what such a step give
 published outer step (.7, .9) over differences in full or in eight bits; "local" takes the mean of the weights, "one
 bit" the same from frames in one bit, "corrected" with `LocalSteps`' correction over 80 steps. "one worker alone"
 has one rank's batches and no network: what the others add is the distance from it. Each method has the rate that suits
-it best of those given, by the mean over seeds. Locality: local differences in full against AdamW; compression: one bit
+it best of those given, by the mean over seeds. "speeds 1 : 3" has ranks of unlike speed in balanced rounds, and as many
+samples as the others in all. Locality: local differences in full against AdamW; compression: one bit
 against differences in full, by equal schedules.
 """
 
@@ -59,7 +60,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Way:
-    """every_of: what LocalSteps takes, of a job; None: AdamW alone. is_one_worker: all batches in one."""
+    """every_of: what LocalSteps takes, of a job; None: AdamW alone. is_one_worker: all batches in one.
+
+    speeds: of the ranks, in balanced rounds; one of speed 1 sleeps until a step has taken SLOWEST_S.
+    """
 
     every_of: Callable[[Job], object] | None = None
     codec: Codec | None = None
@@ -69,6 +73,7 @@ class Way:
     fragments: int = 1
     delay_of: Callable[[Job], int] = lambda job: 0
     correction_steps: int = 0
+    speeds: tuple[float, ...] = ()
 
 
 def _fixed(job: Job) -> object:
@@ -86,6 +91,7 @@ def _qsr(job: Job) -> object:
     return onebit.QSR(scale=job.lr * math.sqrt(job.every), least=job.every, most=4 * job.every)
 
 
+SLOWEST_S = 0.12
 NESTEROV, SHORTER = (0.7, 0.9), (0.7, 0.6)
 WAYS = {
     "AdamW": Way(is_one_worker=True),
@@ -99,6 +105,8 @@ WAYS = {
     "one bit, started, corrected": Way(_started, SignCodec(), correction_steps=80),
     "one bit, QSR": Way(_qsr, SignCodec()),
     "one bit, 2 fragments, delay H/4": Way(_fixed, SignCodec(), fragments=2, delay_of=lambda job: job.every // 4),
+    "local, speeds 1 : 3": Way(_fixed, IdentityCodec(), speeds=(1, 3)),
+    "one bit, speeds 1 : 3": Way(_fixed, SignCodec(), speeds=(1, 3)),
     "DiLoCo, fp32": Way(_fixed, IdentityCodec(), NESTEROV),
     "DiLoCo, int8": Way(_fixed, Int8Codec(), NESTEROV),
     "DiLoCo, one bit": Way(_fixed, SignCodec(), NESTEROV),
@@ -129,17 +137,29 @@ def _train(job: Job, way: Way, task: Task, transport: SimTransport) -> tuple[flo
             fragments=way.fragments,
             delay=way.delay_of(job),
             correction_steps=way.correction_steps,
+            balanced=bool(way.speeds),
             bucket_cap_mb=0.1 if way.fragments > 1 else 16.0,
             transport=transport,
         )
     schedule = LambdaLR(optimizer, job.lr_at)
     workers = range(1 if way.is_alone else job.ranks) if way.is_one_worker else [transport.rank]
-    for step in range(job.steps):
+    step = 0  # of this rank
+
+    def steps_taken() -> int:
+        return optimizer.steps_taken() if isinstance(optimizer, onebit.LocalSteps) else step
+
+    while steps_taken() < job.steps:
+        began = time.perf_counter()
         parts = [task.batch(job.seed, step, worker, job.rows) for worker in workers]
         task.loss(model, tuple(torch.cat(column) for column in zip(*parts, strict=True))).backward()
+        if way.speeds:
+            step_s = SLOWEST_S / way.speeds[transport.rank % len(way.speeds)]
+            time.sleep(max(0.0, began + step_s - time.perf_counter()))
         optimizer.step()
         optimizer.zero_grad()
-        schedule.step()
+        step += 1
+        while schedule.last_epoch < steps_taken():
+            schedule.step()
     if not isinstance(optimizer, onebit.LocalSteps):
         return task.evaluate(model), 0.0 if way.is_alone else 64.0
     optimizer.sync()
@@ -169,6 +189,7 @@ def report(results: Sequence[dict]) -> Iterator[str]:
     best = {key: _best(compared, *key) for key in rates_of}
     plain = next((value for (method, _), value in best.items() if method == "AdamW"), None)
     in_full = {"one bit": "local", "one bit, started": "local, started", "DiLoCo, one bit": "DiLoCo, fp32"}
+    in_full |= {"one bit, speeds 1 : 3": "one bit", "local, speeds 1 : 3": "local"}
     in_full |= {"DiLoCo, int8": "DiLoCo, fp32", "DiLoCo, .7 and .6, one bit": "DiLoCo, .7 and .6, fp32"}
     for (method, every), (lr, losses, bits) in best.items():
         twin = best.get((in_full.get(method, ""), every))

@@ -416,6 +416,13 @@ def test_a_loader_that_does_not_fit_is_told(make: Callable[[MemberSampler], Data
     members.close()
 
 
+def test_balanced_members_draw_their_own_samples() -> None:
+    members, sampler = alone(10, 2)
+    inner = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1e-3)
+    with pytest.raises(ValueError, match="a MemberSampler gives each member as many batches"):
+        begin(onebit.LocalSteps(inner, transport=members, balanced=True), sampler=sampler)
+
+
 def test_misuse_is_told() -> None:
     members, sampler = alone(10, 2, micro_batches=2)
     loader = DataLoader(Numbers(10), batch_sampler=sampler)

@@ -247,8 +247,9 @@ def test_random_changes_leave_replicas_equal(seed: int) -> None:
         measured(onebit.ZeroOneAdam),
         local,
         partial(local, outer_lr=0.7, outer_momentum=0.9, error_decay=0.9, codec=IdentityCodec()),
+        partial(local, balanced=True),
     ],
-    ids=["muon", "lamb", "measured", "measured 0/1", "local", "local, momentum"],
+    ids=["muon", "lamb", "measured", "measured 0/1", "local", "local, momentum", "local, balanced"],
 )
 @pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.thorough) for k in range(1, 6))])
 def test_random_changes_of_other_optimizers(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
