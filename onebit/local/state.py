@@ -284,6 +284,8 @@ def _as_own(optimizer: LocalSteps, state: State) -> State:
 def _placed(optimizer: LocalSteps, state: State, server_errors: Sequence[Tensor | None]) -> State:
     """The state of a whole world, cut for this rank of this world. server_errors: those of all ranks, by bucket."""
     own, record = identity(optimizer), dict(state["onebit"])
+    if "balance" in record:
+        record["balance"] = record["balance"] | {"seconds": []}  # the speed of another rank
     if len(record["buckets"]) == len(optimizer.buckets):
         record["buckets"] = [
             {**saved, "numel": bucket.layout.numel, "server_error": _own_chunk(bucket, server_error)}

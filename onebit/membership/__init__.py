@@ -4,6 +4,7 @@
     optimizer = onebit.OnebitAdam(model.parameters(), lr=1e-3, transport=members)
     onebit.membership.begin(optimizer, scheduler=scheduler)
     ...                                     # the loop as it was
+    onebit.membership.end(optimizer)
 
 A member is a rank. `rendezvous.py` agrees on the members, `members.py` is the transport between the current ones, and
 `change.py` brings an optimizer from one set of members to the next, `sampler.py` the order of the data.
@@ -11,7 +12,7 @@ A member is a rank. `rendezvous.py` agrees on the members, `members.py` is the t
 """
 
 from .buffers import Buffers
-from .change import Change, begin
+from .change import Change, begin, end
 from .members import Members
 from .network import connect
 from .rendezvous import MembershipError, Patience, Rendezvous, Roster
@@ -29,4 +30,5 @@ __all__ = [
     "Roster",
     "begin",
     "connect",
+    "end",
 ]

@@ -147,6 +147,31 @@ def begin(optimizer: Changing, **travels: Travels) -> None:
         raise
 
 
+def end(optimizer: Changing) -> None:
+    """End the run once all members have taken its last step, and close the transport. All members, after that step.
+
+    If a member is lost meanwhile, those that could not take the last step get it from one that has taken it, so that
+    all end with the same parameters. `Members.close` would leave them with a MembershipError.
+
+    Args:
+        optimizer: The one with which `begin` was called.
+
+    Raises:
+        MembershipError: The run has ended.
+        RuntimeError: `begin` was not called.
+    """
+    members = optimizer.transport
+    if not isinstance(members, Members) or members.roster is None:
+        raise RuntimeError("this optimizer is in no run: call onebit.membership.begin(optimizer) first, then train")
+    while True:
+        try:
+            members.rendezvous.confirm(members.roster, "end")
+            break
+        except PeerError as error:
+            change(optimizer, members, error)
+    members.close()
+
+
 @torch.no_grad()
 def change(optimizer: Changing, members: Members, why: PeerError | None) -> Change:
     """Bring this member and its optimizer into the next epoch. All members.

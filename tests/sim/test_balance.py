@@ -187,6 +187,33 @@ def test_resume_within_a_round_is_no_interruption(codec: onebit.comm.Codec) -> N
         assert all(map(torch.equal, resumed, whole))
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_world_of_another_size_measures_its_own_speeds(ranks: int) -> None:
+    """Saved within a round, by ranks that are in unlike steps of it."""
+
+    def before(transport: SimTransport) -> dict[str, Any]:
+        x = nn.Parameter(torch.zeros(5))
+        optimizer = make(x, transport)
+        while optimizer.steps_taken() < 20:
+            step(x, optimizer, transport.rank, 3.0 - 2.0 * transport.rank)
+        return copy.deepcopy(optimizer.state_dict())
+
+    def after(transport: SimTransport) -> tuple[Tensor, list[int]]:
+        x = nn.Parameter(torch.zeros(5))
+        optimizer = make(x, transport)
+        optimizer.load_state_dicts(states)
+        shares = []
+        while optimizer.steps_taken() < 64:
+            step(x, optimizer, transport.rank, 1.0)
+            if optimizer.stats.phase == "round":
+                shares.append(optimizer.balance.share)
+        return x.detach(), shares
+
+    states = run_ranks(2, before)
+    (first, shares), *others = run_ranks(ranks, after)
+    assert shares == [8] * 6 and all(torch.equal(first, x) and its == shares for x, its in others)
+
+
 @pytest.mark.parametrize("steps", [1, 7, 16, 21])
 def test_all_ranks_end_with_the_same_parameters_after_sync(steps: int) -> None:
     """In the middle of a round ranks are in unlike steps, and the fast one may not have counted its first."""

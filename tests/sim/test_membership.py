@@ -23,7 +23,7 @@ from onebit.comm import IdentityCodec, PeerError, SimTransport
 from onebit.comm.messages import gather_bytes
 from onebit.dense import DenseAverager, average_gradients
 from onebit.layout.flat import Layout, lay_out
-from onebit.membership import Buffers, Change, Members, MembershipError, begin
+from onebit.membership import Buffers, Change, Members, MembershipError, begin, end
 from onebit.membership.change import _exchange
 from onebit.membership.members import Standing
 from onebit.reference.onebit_adam import OnebitAdam as OnebitAdamOracle
@@ -122,6 +122,32 @@ def test_a_founder_that_was_silent_as_the_first_epoch_began_is_a_newcomer(monkey
     assert len(run.results) == 3 and max(hub.networks) >= 3
     (_, first), *others = run.results.values()
     assert all(torch.equal(first, params) for _, params in others)
+
+
+@pytest.mark.parametrize("make", [adam, local], ids=["adam", "local"])
+def test_all_end_with_the_last_step_whoever_is_lost_in_it(make: Make) -> None:
+    """Some have taken it then, and others have not."""
+
+    def work(fuse: float, members: Members) -> Tensor:
+        model = net()
+        optimizer = make(model, members)
+        begin(optimizer)
+        draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
+        while optimizer.steps_taken() < 8:
+            x = torch.randn(8, 12, generator=draw)
+            (model(x) - x).square().mean().backward()
+            if members.rendezvous.name == "b" and optimizer.steps_taken() == 7:
+                members._now.fuse[0] = fuse
+            optimizer.step()
+            optimizer.zero_grad()
+        end(optimizer)
+        return torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+    for fuse in [0.5, 1, 3.5, 5.5, 7, 9.5, 11.5]:
+        run = founded(Hub(3), partial(work, fuse), [INF, INF, INF]).join()
+        first, *others = run.results.values()
+        assert {"a", "c"} <= set(run.results) and all(torch.equal(first, other) for other in others)
+        assert not {"a", "c"} & set(run.errors)
 
 
 @pytest.mark.parametrize("fuse", [0, 0.5])

@@ -51,9 +51,9 @@ def main() -> None:
             of = f"{members.world_size} member{'s' * (members.world_size > 1)}"
             print(f"process {os.getpid()}: step {optimizer.steps_taken()} of {of}, loss {loss.item():.3f}", flush=True)
 
+    membership.end(optimizer)
     parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
     print(f"process {os.getpid()}: parameters {zlib.crc32(parameters.numpy().tobytes()):08x}", flush=True)
-    members.close()
 
 
 if __name__ == "__main__":
