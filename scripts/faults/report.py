@@ -43,7 +43,7 @@ def _summary(
     seen = [verdict for verdict in VERDICTS if any(line["verdict"] == verdict for line in faults)]
     yield "| section | faults | " + " | ".join(seen) + " |"
     yield "| --- |" + " --: |" * (1 + len(seen))
-    for name in sections:
+    for name in (name for name in sections if any(line["section"] == name for line in faults)):
         of_section = [line for line in faults if line["section"] == name]
         yield "| " + " | ".join([titles[name], str(_count(of_section)), *_verdict_cells(of_section, seen)]) + " |"
     yield "| all | " + " | ".join([f"**{_count(faults)}**", *_verdict_cells(faults, seen)]) + " |"
