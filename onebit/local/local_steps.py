@@ -60,7 +60,7 @@ class LocalSteps(Wrapped):
     It shows param_groups and state of the wrapped optimizer. All ranks construct, step, load and save together.
     Sources: DiLoCo (arXiv 2311.08105), 1-bit Adam's error feedback (arXiv 2102.02888).
 
-    Sends 2·(n-1)/n frames of the model each round, and 52 bytes to each peer: 2.125/H·(n-1)/n bits per parameter and
+    Sends 2·(n-1)/n frames of the model each round, and 60 bytes to each peer: 2.125/H·(n-1)/n bits per parameter and
     step. A correction sends (L-1)/L frames more inside a node of L ranks. Keeps 4 (anchor) + 4 (worker error) + 8/n
     (server error) bytes per parameter, 4 more with outer momentum, 4 with a correction, and 4 with a master.
 

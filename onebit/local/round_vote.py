@@ -18,18 +18,18 @@ from ..agreement.wrappers import NOT_COMPARED
 from ..comm import Transport
 from ..comm.messages import gather_bytes, raise_on_all_ranks
 
-_FIXED = struct.Struct("<qq??Bdd8s")
+_FIXED = struct.Struct("<qqq??Bdd8s")
 
 
 @dataclass(frozen=True)
 class RoundVote:
     """One rank's vote.
 
-    step: local steps so far. interval: steps to the next round. is_present: whether its difference counts now; if not,
-    it is carried over. is_finished: it has no batches left (`join`). owes: whether it has a residual of earlier rounds.
-    tokens: its training data since the last round, from `add_tokens`. step_s: see `Balance`. gradients: see
-    `wrappers.gradient_digest`. edit: a replaced parameter that this rank has found in its groups, for the error; for
-    another rank, whether there is one.
+    step: local steps so far. interval: steps to the next round. synced_at: step of the last round. is_present: whether
+    its difference counts now; if not, it is carried over. is_finished: it has no batches left (`join`). owes: whether
+    it has a residual of earlier rounds. tokens: its training data since the last round, from `add_tokens`.
+    step_s: see `Balance`. gradients: see `wrappers.gradient_digest`. edit: a replaced parameter that this rank has
+    found in its groups, for the error; for another rank, whether there is one.
     changes: newcomers wait to be let in, among members that come and go.
     keeps: by group, the product of the weight decays since the last round. decays: by parameter, whether it had a
     gradient in every step since then: only then has the inner optimizer decayed it each time.
@@ -47,10 +47,11 @@ class RoundVote:
     decays: tuple[bool, ...] = ()
     edit: str = ""
     changes: bool = False
+    synced_at: int = 0
 
     def to_bytes(self) -> bytes:
         flags = self.is_present, self.is_finished, self.owes | bool(self.edit) << 1 | self.changes << 2
-        fixed = _FIXED.pack(self.step, self.interval, *flags, self.tokens, self.step_s, self.gradients)
+        fixed = _FIXED.pack(self.step, self.interval, self.synced_at, *flags, self.tokens, self.step_s, self.gradients)
         bits = sum(1 << k for k, decays in enumerate(self.decays) if decays)
         numbers = struct.pack(f"<{len(self.keeps)}d", *self.keeps)
         return fixed + numbers + bits.to_bytes(-(-len(self.decays) // 8), "little")
@@ -60,11 +61,23 @@ class RoundVote:
         end = _FIXED.size + 8 * groups
         keeps, bits = struct.unpack(f"<{groups}d", data[_FIXED.size : end]), int.from_bytes(data[end:], "little")
         decays = tuple(bool(bits >> k & 1) for k in range(parameters))
-        step, interval, is_present, is_finished, flags, tokens, step_s, gradients = _FIXED.unpack_from(data)
+        step, interval, synced_at, is_present, is_finished, flags, tokens, step_s, gradients = _FIXED.unpack_from(data)
         owes, edit = bool(flags & 1), "something" if flags & 2 else ""
         changes = bool(flags & 4)
         return cls(
-            step, interval, is_present, is_finished, owes, tokens, step_s, gradients, keeps, decays, edit, changes
+            step,
+            interval,
+            is_present,
+            is_finished,
+            owes,
+            tokens,
+            step_s,
+            gradients,
+            keeps,
+            decays,
+            edit,
+            changes,
+            synced_at,
         )
 
 
@@ -115,33 +128,35 @@ def cast_votes(
 ) -> Ballot:
     """Exchange the votes. All ranks. Raises DesyncError, and RuntimeError if a rank's groups were edited.
 
-    local_size: ranks of a node. is_balanced: ranks take unlike numbers of steps (`Balance`). Sends 43 bytes, 8 for each
+    local_size: ranks of a node. is_balanced: ranks take unlike numbers of steps (`Balance`). Sends 51 bytes, 8 for each
     group and a bit for each parameter to each peer.
     """
     messages = gather_bytes(transport, mine.to_bytes(), device)
     votes = [RoundVote.from_bytes(data, len(mine.keeps), len(mine.decays)) for data in messages]
     if any(vote.edit for vote in votes):
         raise_on_all_ranks(transport, mine.edit, RuntimeError, device)
-    if not is_balanced:
-        check_votes(transport.rank, votes, may_change=transport.ranks_change)
+    check_votes(transport.rank, votes, may_change=transport.ranks_change, is_balanced=is_balanced)
     return Ballot.of(mine, votes, local_size)
 
 
-def check_votes(rank: int, votes: Sequence[RoundVote], *, may_change: bool = False) -> None:
+def check_votes(rank: int, votes: Sequence[RoundVote], *, may_change: bool = False, is_balanced: bool = False) -> None:
     """Raise DesyncError, on all ranks, unless those with batches left are at the same step of the same schedule.
 
     may_change: among members that come and go, who compare their options as they enter. The schedule of one that has
     entered within a step may differ by one step from the others', and the round goes by the vote that `Ballot` takes.
+    is_balanced: ranks take unlike numbers of steps, and must be in the same round.
     """
     active = [(k, vote) for k, vote in enumerate(votes) if not vote.is_finished]
     for what, remedy, values in (
         ("steps since the start",
          "every rank must call step() the same number of times, or in `with optimizer.join():`",
-         [vote.step for _, vote in active]),
+         [] if is_balanced else [vote.step for _, vote in active]),
+        ("steps at their last round", "load states that all ranks saved after the same round",
+         [vote.synced_at for _, vote in active] if is_balanced else []),
         ("steps to the next round", "give all ranks the same every=, learning rates and schedules",
-         [] if may_change else [vote.interval for _, vote in active]),
+         [] if may_change or is_balanced else [vote.interval for _, vote in active]),
         ("weight decay since the last round", "give all ranks the same learning rates, schedules and weight_decay",
-         _keeps(active, may_change)),
+         [] if is_balanced else _keeps(active, may_change)),
     ):  # fmt: skip
         if len(set(values)) > 1:
             other = next(k for k, value in enumerate(values) if value != values[0])

@@ -115,6 +115,7 @@ class Rounds:
             tuple(fragment.decays),
             edit,
             changes,
+            fragment.synced_at,
         )
         device = self._buckets[0].device if self._buckets else torch.device("cpu")
         with self._waited.running():

@@ -187,6 +187,31 @@ def test_resume_within_a_round_is_no_interruption(codec: onebit.comm.Codec) -> N
         assert all(map(torch.equal, resumed, whole))
 
 
+def test_states_of_different_rounds_are_refused() -> None:
+    """Each rank has saved after as many steps of its own, and the anchors are not the same."""
+
+    def before(transport: SimTransport) -> dict[str, Any]:
+        x, states = nn.Parameter(torch.zeros(5)), []
+        optimizer = make(x, transport)
+        while optimizer.steps_taken() < 40:
+            step(x, optimizer, transport.rank, 3.0 - 2.0 * transport.rank)
+            states.append(copy.deepcopy(optimizer.state_dict()))
+        return states[15]
+
+    def after(transport: SimTransport) -> None:
+        x = nn.Parameter(torch.zeros(5))
+        optimizer = make(x, transport)
+        optimizer.load_state_dict(states[transport.rank])
+        with pytest.raises(
+            onebit.DesyncError, match="different steps at their last round: 24 on rank 0 and 8 on rank 1"
+        ):
+            for _ in range(16):
+                step(x, optimizer, transport.rank, 1.0)
+
+    states = run_ranks(2, before)
+    run_ranks(2, after)
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_world_of_another_size_measures_its_own_speeds(ranks: int) -> None:
     """Saved within a round, by ranks that are in unlike steps of it."""
