@@ -151,7 +151,8 @@ def end(optimizer: Changing) -> None:
     """End the run once all members have taken its last step, and close the transport. All members, after that step.
 
     If a member is lost meanwhile, those that could not take the last step get it from one that has taken it, so that
-    all end with the same parameters. `Members.close` would leave them with a MembershipError.
+    all end with the same parameters; after `Members.close` they would take it again by themselves. One that lives and
+    does not come is left behind after up to twice `Patience.busy_s`.
 
     Args:
         optimizer: The one with which `begin` was called.
@@ -165,7 +166,7 @@ def end(optimizer: Changing) -> None:
         raise RuntimeError("this optimizer is in no run: call onebit.membership.begin(optimizer) first, then train")
     while True:
         try:
-            members.rendezvous.confirm(members.roster, "end")
+            members.rendezvous.confirm(members.roster, "end", members.rendezvous.patience.busy_s)
             break
         except PeerError as error:
             change(optimizer, members, error)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -161,18 +162,19 @@ class Rendezvous:
             raise PeerError(f"{self.name}: the others have gone on from epoch {roster.epoch} to {newest.epoch}")
         return True
 
-    def confirm(self, roster: Roster, what: str) -> None:
+    def confirm(self, roster: Roster, what: str, within_s: float = math.inf) -> None:
         """Wait until all members of an epoch have confirmed this point.
 
         Args:
             roster: The epoch.
             what: Name of the point.
+            within_s: Seconds to wait for members that live. Default: no limit.
 
         Raises:
-            PeerError: A member falls silent meanwhile, or has given this epoch up.
+            PeerError: A member falls silent meanwhile, has given this epoch up, or is late.
         """
         self._store.set(f"{what}/{roster.epoch}/{self.name}", "yes")
-        silences, absent = _Silences(self._store), list(roster.names)
+        silences, absent, deadline = _Silences(self._store), list(roster.names), time.monotonic() + within_s
         while absent := [n for n in absent if not self._store.check([f"{what}/{roster.epoch}/{n}"])]:
             # No connection has broken: it may be busy, with the copy of a large state, and hold Python's lock.
             silent = [name for name in absent if silences.of(name) > self.patience.silent_s]
@@ -182,6 +184,8 @@ class Rendezvous:
             # It lives, and waits for this member in the next epoch.
             if left := [name for name in self._arrived(roster.epoch + 1)[0] if name in absent]:
                 raise PeerError(f"{self.name}: {', '.join(left)} gave up epoch {roster.epoch} as it began")
+            if time.monotonic() > deadline:
+                raise PeerError(f"{self.name}: {', '.join(absent)} did not come to the {what} within {within_s:g} s")
             time.sleep(POLL_S)
 
     def begin(self) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 from unittest.mock import Mock
@@ -75,21 +76,37 @@ def local(model: nn.Module, members: Members, **options: Any) -> onebit.LocalSte
     return onebit.LocalSteps(inner, every=4, transport=members, bucket_cap_mb=0.001, **options)
 
 
-def train(members: Members, steps: int, hub: Hub | None = None, make: Make = adam) -> tuple[int, Tensor]:
-    """Steps taken, and the parameters. hub: a newcomer is waited for."""
+def trained(
+    members: Members, steps: int, make: Make = adam, before_step: Callable[[Any], None] = lambda optimizer: None
+) -> tuple[nn.Module, Any]:
+    """A model and its optimizer after so many steps of the run."""
     model = net()
     optimizer = make(model, members)
     begin(optimizer)
     draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
     while optimizer.steps_taken() < steps:
-        if hub is not None and optimizer.steps_taken() == 8:
-            await_newcomers(members, hub, 1)
+        before_step(optimizer)
         x = torch.randn(8, 12, generator=draw)
         (model(x) - x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    return model, optimizer
+
+
+def parameters_of(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+
+def train(members: Members, steps: int, hub: Hub | None = None, make: Make = adam) -> tuple[int, Tensor]:
+    """Steps taken, and the parameters. hub: a newcomer is waited for."""
+
+    def before_step(optimizer: Any) -> None:
+        if hub is not None and optimizer.steps_taken() == 8:
+            await_newcomers(members, hub, 1)
+
+    model, optimizer = trained(members, steps, make, before_step)
     optimizer.check_replicas()
-    return optimizer.steps_taken(), torch.cat([p.detach().view(-1) for p in model.parameters()])
+    return optimizer.steps_taken(), parameters_of(model)
 
 
 @pytest.mark.parametrize(
@@ -129,25 +146,38 @@ def test_all_end_with_the_last_step_whoever_is_lost_in_it(make: Make) -> None:
     """Some have taken it then, and others have not."""
 
     def work(fuse: float, members: Members) -> Tensor:
-        model = net()
-        optimizer = make(model, members)
-        begin(optimizer)
-        draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
-        while optimizer.steps_taken() < 8:
-            x = torch.randn(8, 12, generator=draw)
-            (model(x) - x).square().mean().backward()
+        def before_step(optimizer: Any) -> None:
             if members.rendezvous.name == "b" and optimizer.steps_taken() == 7:
                 members._now.fuse[0] = fuse
-            optimizer.step()
-            optimizer.zero_grad()
-        end(optimizer)
-        return torch.cat([p.detach().view(-1) for p in model.parameters()])
 
-    for fuse in [0.5, 1, 3.5, 5.5, 7, 9.5, 11.5]:
+        model, optimizer = trained(members, 8, make, before_step)
+        end(optimizer)
+        return parameters_of(model)
+
+    for fuse in [0.5, 1, 3.5, 7, 9.5, 11.5, 13.5, 14.5]:
         run = founded(Hub(3), partial(work, fuse), [INF, INF, INF]).join()
         first, *others = run.results.values()
         assert {"a", "c"} <= set(run.results) and all(torch.equal(first, other) for other in others)
         assert not {"a", "c"} & set(run.errors)
+
+
+def test_one_that_does_not_come_to_the_end_is_left_behind() -> None:
+    """It lives, and is stuck between its last step and end()."""
+    have_ended = threading.Barrier(3)
+
+    def work(members: Members) -> Tensor:
+        model, optimizer = trained(members, 8)
+        members.rendezvous.patience = replace(members.rendezvous.patience, busy_s=0.5)
+        if members.rendezvous.name == "b":
+            have_ended.wait(20)
+            end(optimizer)
+        else:
+            end(optimizer)
+            have_ended.wait(20)
+        return parameters_of(model)
+
+    first, *others = founded(Hub(3), work, [INF, INF, INF]).join().results.values()
+    assert len(others) == 2 and all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("fuse", [0, 0.5])
@@ -158,21 +188,15 @@ def test_a_member_may_be_lost_while_replicas_are_compared(
     """In a call of the program's, between two steps; with .5 one member has the answer, and another none."""
 
     def work(members: Members) -> Tensor:
-        model = net()
-        optimizer = make(model, members)
-        begin(optimizer)
-        draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
-        while optimizer.steps_taken() < 16:
-            x = torch.randn(8, 12, generator=draw)
-            (model(x) - x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        def before_step(optimizer: Any) -> None:
             if optimizer.steps_taken() == 8:
                 if members.rendezvous.name == "b":
                     members._now.fuse[0] = fuse
                 optimizer.check_replicas()
+
+        model, optimizer = trained(members, 16, make, before_step)
         optimizer.check_replicas()
-        return torch.cat([p.detach().view(-1) for p in model.parameters()])
+        return parameters_of(model)
 
     run = founded(Hub(3), work, [INF, INF, INF]).join()
     first, second = run.results.values()
