@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -29,7 +29,7 @@ _FIRST_BUCKET_MB = 1.0  # as in DDP: the wire has work soon after the backward p
 
 
 @dataclass
-class _Bucket:
+class Bucket:
     """Some parameters, and the float32 buffer in which their gradients travel."""
 
     params: list[Tensor]
@@ -43,19 +43,27 @@ class _Bucket:
 
     def launch(self, transport: Transport, channel: Channel = nullcontext, *, in_backward: bool = False) -> None:
         """Send the gradients; a missing one counts as zero. in_backward: at times, their bits are noted, too."""
-        for parameter, view in zip(self.params, self.views, strict=True):
-            grad = gradient_of(parameter)
-            if grad is None:
-                view.zero_()
-            else:
-                check_place(transport.rank, parameter, "a parameter", view.shape, view.device)
-                view.copy_(local(grad))
+        self._fill(transport)
         self.sent = marks_of(self.params)
         looks = in_backward and transport.world_size > 1 and is_inspected(self.early)
         self.sent_bits = gradient_bits(self._gradients()) if looks else None
         self.early += in_backward
         with channel():
-            self.work = transport.all_reduce(self.flat)
+            self.work = self._send(transport)
+
+    def _fill(self, transport: Transport) -> None:
+        """Copy the gradients to where they are sent from."""
+        for parameter, view in zip(self.params, self.views, strict=True):
+            grad = gradient_of(parameter)
+            if grad is None:
+                view.zero_()
+            else:
+                shape = view.shape[:-1] if parameter.is_complex() else view.shape
+                check_place(transport.rank, parameter, "a parameter", shape, view.device)
+                view.copy_(real(local(grad)))
+
+    def _send(self, transport: Transport) -> Work:
+        return transport.all_reduce(self.flat)
 
     def is_stale(self) -> bool:
         """Whether a gradient has changed since it was sent."""
@@ -71,16 +79,27 @@ class _Bucket:
             return False
         return not torch.equal(self.sent_bits, gradient_bits(self._gradients()))
 
-    def wait_all(self, world_size: int) -> None:
-        """Write the means into the gradients, except for parameters that are frozen now."""
+    def progress(self, world_size: int) -> None:
+        """Called now and then while it is under way."""
+        assert self.work is not None
+        self.work.is_ready()  # asking also starts the second phase of a sum that is ready for it
+
+    def recall(self, world_size: int) -> float:
+        """Let what was sent arrive, before it is sent again; return the milliseconds spent waiting."""
+        return _wait(self.work)
+
+    def finish(self, world_size: int) -> float:
+        """Wait, and write the means into the gradients that are not frozen now; return the milliseconds of waiting."""
+        waited_ms = _wait(self.work)
         self.flat.div_(world_size)
         for parameter, view in zip(self.params, self.views, strict=True):
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            local(parameter.grad).copy_(view)
+            real(local(parameter.grad)).copy_(view)
         self.work, self.complete = None, 0
+        return waited_ms
 
 
 @torch.no_grad()
@@ -100,10 +119,10 @@ def average_gradients(parameters: Iterable[Tensor], transport: Transport, bucket
         Milliseconds that this rank waited for the network.
     """
     check_transport(transport)
-    buckets = _make_buckets((p for p in parameters if p.requires_grad), bucket_cap_mb)
+    buckets = [_new_bucket(group) for group in in_buckets((p for p in parameters if p.requires_grad), bucket_cap_mb)]
     for bucket in buckets:
         bucket.launch(transport)
-    return _wait_all(buckets, transport)
+    return sum(bucket.finish(transport.world_size) for bucket in buckets)
 
 
 @torch.no_grad()
@@ -150,13 +169,16 @@ class DenseAverager:
         self._channel = transport.new_channel()  # ranks launch buckets in backward or in finish()
         given = list(parameters)
         self._frozen = [p for p in given if not p.requires_grad and local(p).numel() > 0]
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         self._launched = 0
         self._is_paused = self._sends_late = False
         self._add([p for p in given if p.requires_grad])
 
+    def _make_buckets(self, params: Sequence[Tensor], bucket_cap_mb: float) -> Sequence[Bucket]:
+        return [_new_bucket(group) for group in in_buckets(params, bucket_cap_mb)]
+
     def _add(self, params: Sequence[Tensor]) -> None:
-        for bucket in _make_buckets(params, self._bucket_cap_mb):
+        for bucket in self._make_buckets(params, self._bucket_cap_mb):
             self._buckets.append(bucket)
             for parameter in bucket.params:
                 if parameter.requires_grad:
@@ -184,14 +206,21 @@ class DenseAverager:
                 '"gradient_clipping"',
                 self._transport.rank,
             )
+        edited += [False] * (len(self._buckets) - self._launched)
+        self._launch_rest()
+        self._launched = 0
+        waited_ms = self._send_stale_again(edited)
+        return waited_ms + sum(bucket.finish(self._transport.world_size) for bucket in self._buckets)
+
+    @torch.no_grad()
+    def _launch_rest(self) -> None:
+        """Send the buckets that have not left."""
         for bucket in self._buckets[self._launched :]:
             bucket.launch(self._transport, self._channel)
-            edited.append(False)
-        self._launched = 0
-        return self._send_stale_again(edited) + _wait_all(self._buckets, self._transport)
+        self._launched = len(self._buckets)
 
     def _send_stale_again(self, edited: Sequence[bool]) -> float:
-        everything = [bucket.flat for bucket in self._buckets] + self._frozen
+        everything = [p for bucket in self._buckets for p in bucket.params[:1]] + self._frozen
         if not everything:
             return 0.0
         flags = [float(bucket.is_stale() or is_edited) for bucket, is_edited in zip(self._buckets, edited, strict=True)]
@@ -202,7 +231,7 @@ class DenseAverager:
         known = len(self._buckets)
         for bucket, ranks in zip(self._buckets, ranks_by_flag[:known], strict=True):
             if ranks > 0:
-                waited_ms += _wait(bucket.work)
+                waited_ms += bucket.recall(self._transport.world_size)
                 bucket.launch(self._transport, self._channel)
         unfrozen = [p for p, ranks in zip(self._frozen, ranks_by_flag[known:], strict=True) if ranks > 0]
         if unfrozen:
@@ -213,7 +242,7 @@ class DenseAverager:
                 bucket.launch(self._transport, self._channel)
         return waited_ms
 
-    def _hook(self, parameter: Tensor, bucket: _Bucket) -> None:
+    def _hook(self, parameter: Tensor, bucket: Bucket) -> None:
         myself = weakref.ref(self)
 
         @outside_graphs
@@ -229,21 +258,12 @@ class DenseAverager:
     @torch.no_grad()
     def _launch_complete(self) -> None:
         for bucket in self._buckets[: self._launched]:
-            assert bucket.work is not None
-            bucket.work.is_ready()  # asking also starts the second phase of a sum that is ready for it
+            bucket.progress(self._transport.world_size)
         for bucket in self._buckets[self._launched :]:
             if bucket.complete < len(bucket.params) or self._sends_late:
                 return
             bucket.launch(self._transport, self._channel, in_backward=True)
             self._launched += 1
-
-
-def _wait_all(buckets: Sequence[_Bucket], transport: Transport) -> float:
-    waited_ms = 0.0
-    for bucket in buckets:
-        waited_ms += _wait(bucket.work)
-        bucket.wait_all(transport.world_size)
-    return waited_ms
 
 
 def _wait(work: Work | None) -> float:
@@ -253,24 +273,31 @@ def _wait(work: Work | None) -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
-def _make_buckets(parameters: Iterable[Tensor], bucket_cap_mb: float) -> list[_Bucket]:
-    """The parameters, last first, in buckets of one device each that do not exceed the cap."""
+def in_buckets(
+    parameters: Iterable[Tensor], bucket_cap_mb: float, kind: Callable[[Tensor], object] = lambda p: p.device
+) -> list[list[Tensor]]:
+    """The parameters with elements, last first, in buckets of one kind each that do not exceed the cap."""
     trainable = [p for p in parameters if local(p).numel() > 0]
     groups: list[list[Tensor]] = []
     room = 0
     for parameter in reversed(trainable):
         size = 4 * local(parameter).numel()
-        if size > room or parameter.device != groups[-1][0].device:
+        if size > room or kind(parameter) != kind(groups[-1][0]):
             cap_mb = bucket_cap_mb if groups else min(bucket_cap_mb, _FIRST_BUCKET_MB)
             groups.append([])
             room = int(cap_mb * 2**20)
         groups[-1].append(parameter)
         room -= size
-    return [_new_bucket(group) for group in groups]
+    return groups
 
 
-def _new_bucket(params: list[Tensor]) -> _Bucket:
-    held = [local(p) for p in params]
+def _new_bucket(params: list[Tensor]) -> Bucket:
+    held = [real(local(p)) for p in params]
     flat = torch.empty(sum(p.numel() for p in held), device=params[0].device, dtype=torch.float32)
     pieces = flat.split([p.numel() for p in held])
-    return _Bucket(params, flat, [piece.view(p.shape) for piece, p in zip(pieces, held, strict=True)])
+    return Bucket(params, flat, [piece.view(p.shape) for piece, p in zip(pieces, held, strict=True)])
+
+
+def real(x: Tensor) -> Tensor:
+    """The tensor, or the real and imaginary parts of a complex one, as a last dim of 2."""
+    return torch.view_as_real(x) if x.is_complex() else x

@@ -38,7 +38,6 @@ from .feature import F, Feature
 from .form import Form
 from .guards import Guard
 from .monitor import WallClock, Writer
-from .parallel import fsdp, turns
 from .pipeline import run as pipeline
 from .pipeline.layers import Loss
 from .precision import LossScale, ScaleState, cast_floats, loss_scale
@@ -82,7 +81,7 @@ class Engine:
         config: The configuration.
         grid: The ranks.
         optimizer: Takes the steps.
-        stage: Stage that FSDP2 applies; None if the model did not go through it.
+        sharding: What the ranks of a replica divide among them.
         scheduler: The same.
         loader: The same.
         active_features: The features.
@@ -107,7 +106,7 @@ class Engine:
         features: Sequence[Feature] = (),
     ):
         self.form, self.module, self.config, self.grid = form, form.module, form.config, form.grid
-        self.optimizer, self.stage, self.scheduler, self.loader = form.optimizer, form.stage, scheduler, loader
+        self.optimizer, self.sharding, self.scheduler, self.loader = form.optimizer, form.sharding, scheduler, loader
         self._loss_fn, self.active_features = loss_fn, features
         self._batches: Iterator[pipeline.Batch] | None = None
         self.pipeline: pipeline.Pipeline | None = None
@@ -135,9 +134,7 @@ class Engine:
                 self._begin_step()
             for feature in self.active_features:
                 named = dict(feature.inputs(self, inputs, named))
-        if self.stage is not None:
-            is_last = self.is_gradient_accumulation_boundary() or not self.module.training
-            fsdp.begin_micro_batch(self.module, self.stage, is_last=is_last)
+        self.sharding.begin_forward(is_last=self.is_gradient_accumulation_boundary() or not self.module.training)
         if self.config.dtype != torch.float32:
             inputs, named = cast_floats((inputs, named), self.config.dtype)
         with self._clock.measure("forward") if self.module.training else nullcontext(), self._naming_peers():
@@ -166,8 +163,9 @@ class Engine:
         if self._monitors:
             self._loss = self._loss.to(loss.device) + loss.detach().float() / divisor
         self.form.set_grad_scale(self.fp16_scale.value)
-        passes = None if self.stage is None else turns.passes_of(self.module)
-        with self._clock.measure("backward"), self._without_traffic(), self._naming_peers():
+        passes, is_last = self.sharding.passes, self.is_gradient_accumulation_boundary()
+        within = self.sharding.backward(is_last=is_last)
+        with self._clock.measure("backward"), self._without_traffic(), within, self._naming_peers():
             if loss.requires_grad or self.grid.data[1] == 1:  # a rank without others gets torch's error
                 torch.autograd.backward(loss.float() * (self.fp16_scale.value / divisor), retain_graph=retain_graph)
             elif not self._has_warned_of_no_graph:
@@ -177,17 +175,17 @@ class Engine:
                     "zero gradient among those of the other ranks",
                     self.grid.world.rank,
                 )
-            if passes is not None and passes == turns.passes_of(self.module):
+            if passes == self.sharding.passes:
                 self._stand_in()
         self.has_gradients = True
         self.guard.after_backward()
         return loss
 
     def _stand_in(self) -> None:
-        """Take part in FSDP2's reduction without gradients: ranks that share shards with this one may have some."""
-        self._begin_step()
-        fsdp.begin_micro_batch(self.module, self.stage or 0, is_last=self.is_gradient_accumulation_boundary())
-        turns.stand_in(self.module)
+        """Take part in the reduction without gradients: ranks that share shards with this one may have some."""
+        if self.sharding.divides_parameters:
+            self._begin_step()
+        self.sharding.stand_in(is_last=self.is_gradient_accumulation_boundary())
 
     def _naming_peers(self) -> AbstractContextManager[None]:
         """Turn network errors of FSDP2's traffic into the error that an optimizer's exchange raises."""
@@ -224,7 +222,7 @@ class Engine:
         self._refuse_in_pipeline("step()")
         self.guard.before_step()
         is_boundary = self.is_gradient_accumulation_boundary()
-        if not self.has_gradients and self.stage is not None:
+        if not self.has_gradients and self.sharding.divides_parameters:
             with self._without_traffic(), self._naming_peers():
                 self._stand_in()
             self.guard.after_backward()
@@ -234,6 +232,7 @@ class Engine:
         if is_boundary:
             self._update(lr_kwargs)
         else:
+            self.sharding.reduce(is_last=False)
             self.guard.after_micro_batch()
 
     def _update(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
@@ -326,8 +325,7 @@ class Engine:
         finally:
             self.train(was_training)
         loss = self._mean_loss(mine, self.grid.world)
-        if self.stage is not None:
-            fsdp.reshard(self.module)
+        self.sharding.release()
         return loss
 
     def _take_batches(self, data_iter: Iterator[pipeline.Batch] | None) -> list[pipeline.Batch]:
@@ -416,17 +414,12 @@ class Engine:
         Under local steps this is a round over all moves of the replicas: the parameters become the anchors. Buffers
         are made equal as well: running statistics are averaged, others take rank 0's values (`onebit.sync_buffers`).
         """
-        self.let_go()
+        self.sharding.release()
         self.form.synchronise()
         buffers, averaged = list(persistent_buffers(self.module)), averaged_buffers(self.module)
         whole = [(name, buffer) for name, buffer in buffers if not hasattr(buffer, "placements")]
         sync_tensors(whole, averaged, self.grid.transports["shard"])
         sync_tensors(buffers, averaged, self.grid.transports["replica"])
-
-    def let_go(self) -> None:
-        """Free the parameters that FSDP2 has gathered."""
-        if self.stage is not None:
-            fsdp.reshard(self.module)
 
     def agree_on_loss_scale(self) -> None:
         """Set the loss scale of all ranks of this replica to the least of theirs. All of them call it."""

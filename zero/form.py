@@ -26,6 +26,7 @@ from .config.whole import Config
 from .grid import Grid, GridShape
 from .parallel.dense import stepping
 from .parallel.groups import Groups
+from .parallel.sharding import Sharding
 from .parallel.tensor import Plan
 from .pipeline.run import Ties
 
@@ -78,16 +79,16 @@ class Form(ABC):
     Args:
         given: The inputs from which it is built.
         optimizer: Takes the steps.
-        stage: Stage for `fsdp.begin_micro_batch`. Default None: the model did not go through FSDP2.
+        sharding: What the ranks of this replica divide among them. Default None: nothing.
         held: The ranks that hold this replica. Default None: this rank alone.
 
     Attributes:
         config: The configuration.
         grid: The ranks.
-        module: The model, sharded.
+        module: The model.
+        sharding: What the ranks of this replica divide among them.
         ties: Parameters that pipeline stages share; None without a pipeline.
         optimizer: Takes the steps.
-        stage: The same as the argument.
         model_parallel_group: The ranks that hold this replica.
         comm_ms: Milliseconds that the last step waited for gradients that the form averages. Optimizers that exchange
             by themselves have it in their stats.
@@ -120,11 +121,11 @@ class Form(ABC):
         self,
         given: Given,
         optimizer: torch.optim.Optimizer,
-        stage: int | None = None,
+        sharding: Sharding | None = None,
         held: ModelParallelGroup | None = None,
     ):
         self.config, self.grid, self.module, self.ties = given.config, given.grid, given.model, given.ties
-        self.optimizer, self.stage = optimizer, stage
+        self.optimizer, self.sharding = optimizer, Sharding(given.model) if sharding is None else sharding
         self.model_parallel_group = model_parallel_group_of(None) if held is None else held
         self.comm_ms = 0.0
 
@@ -223,9 +224,19 @@ class Form(ABC):
         """Wrap a backward pass that only accumulates; its gradients are sent between replicas with a later pass."""
         return cast(AbstractContextManager[None], self.optimizer.no_sync())  # type: ignore[attr-defined]
 
-    @abstractmethod
     def step(self, number: int, scale: float) -> bool:
         """Average over ranks, clip, and update the parameters, unless a gradient is not finite. All ranks.
+
+        Args and result as `update`.
+        """
+        self.comm_ms = self.sharding.reduce(is_last=True)
+        is_skipped = self.update(number, scale)
+        self.sharding.gather()
+        return is_skipped
+
+    @abstractmethod
+    def update(self, number: int, scale: float) -> bool:
+        """Take the optimizer's step, with gradients that the ranks of a replica have averaged. All ranks.
 
         Args:
             number: Number of the step, from 1.
@@ -251,12 +262,18 @@ class Form(ABC):
         """Give all replicas the same parameters, if steps made them differ. All ranks."""
         if hasattr(self.optimizer, "sync"):  # only optimizers with replicas that may differ have it
             self.optimizer.sync()
+            self.sharding.gather()
 
-    def adopt_parameters(self) -> None:  # noqa: B027
+    def adopt_parameters(self) -> None:
         """Take over parameters that were written outside of a step, with equal values on all ranks. All ranks."""
+        self.sharding.adopt()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights and buffers of a checkpoint, by name: this rank's shards, not rounded."""
+        return {**self.sharding.held.state_dict(), **self.sharding.scalars}
 
     def weights_were_loaded(self) -> None:  # noqa: B027
-        """Take over the model's weights, which a checkpoint has filled; its optimizer state is loaded after that."""
+        """Take over `weights`, which a checkpoint has filled; its optimizer state is loaded after that."""
 
     def shown(self) -> AbstractContextManager[None]:
         """Within this context the model has weights that are equal in all replicas."""
@@ -275,10 +292,6 @@ class Form(ABC):
     def optimizer_name(self) -> str:
         """Return the optimizer's name for a checkpoint's stamp."""
         return type(stepping(self.optimizer)).__name__
-
-    def masters(self) -> dict[str, Tensor]:
-        """Return float32 weights by all names of their parameters, if the model's are rounded; else {}."""
-        return {}
 
     def state(self) -> tuple[dict[str, Tensor], StateDict]:
         """Return the optimizer's state in two parts.

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ..usage.marks import GradientMark
-from .parallel import turns
-from .parallel.dense import parameters
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -49,12 +47,12 @@ class Guard:
 
     def __init__(self, engine: Engine):
         self._engine, self._is_open = engine, False
-        self._optimized = set(parameters(engine.optimizer))
+        self._optimized = set(engine.sharding.trained(engine.optimizer))
         left_out = [(name, p) for name, p in engine.module.named_parameters() if p not in self._optimized]
         self._frozen = {p: name for name, p in left_out if not p.requires_grad}
         self._is_known = self._optimized | {p for _, p in left_out if p.requires_grad}  # left out on purpose
         self._epoch: int | None = None  # of the schedule, after the engine's last step
-        self._passes = 0 if engine.stage is None else turns.passes_of(engine.module)
+        self._passes = engine.sharding.passes
         self._marks: dict[Tensor, GradientMark] = {}  # gradients of the micro-batches before this one
         self._sample: tuple[Tensor, GradientMark] | None = None  # a gradient as backward has left it
         self._micro_batches, self.has_run = 0, False  # the former since the last step()
@@ -67,7 +65,7 @@ class Guard:
         engine.optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         shape = engine.grid.shape
         is_stage = shape.size("pipe") > 1
-        if engine.stage is not None or shape.size("tensor") > 1 or is_stage:
+        if engine.sharding.divides_parameters or shape.size("tensor") > 1 or is_stage:
             for module in engine.module.modules():
                 show = _StateDict(module, self._rank, is_stage=is_stage and module is engine.module)
                 module.state_dict = show  # type: ignore[method-assign, assignment]
@@ -105,6 +103,7 @@ class Guard:
                 "engine.zero_grad() to give them up"
             )
         self._drop(set_to_none)
+        engine.sharding.drop_gradients()
 
     def after_update(self) -> None:
         """Note the schedule's position after the engine's step, and that no gradients are left."""
@@ -114,8 +113,7 @@ class Guard:
     def forget(self) -> None:
         """Forget schedule and gradients, after gradients were dropped or a checkpoint was loaded."""
         self._epoch, self._marks, self._sample = None, {}, None
-        if self._engine.stage is not None:
-            self._passes = turns.passes_of(self._engine.module)
+        self._passes = self._engine.sharding.passes
 
     # ---------------------------------------------------------------- gradients
 
@@ -129,9 +127,7 @@ class Guard:
 
     def after_backward(self) -> None:
         """Note the gradients that the engine's backward pass has left."""
-        engine = self._engine
-        if engine.stage is not None:
-            self._passes = turns.passes_of(engine.module)
+        self._passes = self._engine.sharding.passes
         p = next((p for p in self._optimized if p.grad is not None), None)
         self._sample = None if p is None else (p, GradientMark.of(p))
 
@@ -146,7 +142,9 @@ class Guard:
             )
         is_edited = self._sample is not None and not self._sample[1].is_still(self._sample[0])
         self._sample = None
-        if is_edited and not engine.form.steps_apart and engine.grid.transport.world_size > 1:
+        divides = engine.sharding.divides_parameters  # clip_grad_norm_ is right on DTensors of one replica
+        others = engine.grid.transport.world_size if divides else engine.grid.data[1]
+        if is_edited and not engine.form.steps_apart and others > 1:
             self._warn(_EDITED)
         steps = engine.gradient_accumulation_steps()
         if 1 < steps <= self._micro_batches and engine.counts_micro_batches:
@@ -161,11 +159,11 @@ class Guard:
 
     def after_micro_batch(self) -> None:
         """Note the accumulated gradients, to find changes before the next micro-batch."""
-        if self._engine.stage is None:
+        if not self._engine.sharding.divides_parameters:
             self._marks = {p: GradientMark.of(p) for p in self._optimized}
 
     def _has_strange_gradients(self) -> bool:
-        if self._engine.stage is not None and turns.passes_of(self._engine.module) != self._passes:
+        if self._engine.sharding.passes != self._passes:
             return True
         if self._engine.micro_steps_of_step == 0:
             return any(p.grad is not None for p in self._optimized)
@@ -187,7 +185,9 @@ class Guard:
 
     def _refuse_untrained(self, p: Tensor, name: str) -> None:
         """Raise RuntimeError, unless p was added by add_param_group to an optimizer that sends gradients itself."""
-        if not self._engine.form.averages_gradients and p in (groups := set(parameters(self._engine.optimizer))):
+        if not self._engine.form.averages_gradients and p in (
+            groups := set(self._engine.sharding.trained(self._engine.optimizer))
+        ):
             self._optimized |= groups
             self._is_known |= groups
             return

@@ -143,7 +143,7 @@ def initialize(
 
     engine = engine_class(form, scheduler, loader, monitors, loss_fn, features)
     if grid.shape.size("pipe") > 1:
-        engine.pipeline = pipeline.Pipeline(stages, read, grid, cast(Loss, loss_fn), form.stage)
+        engine.pipeline = pipeline.Pipeline(stages, read, grid, cast(Loss, loss_fn), form.sharding)
     return engine, form.optimizer, loader, scheduler
 
 

@@ -75,9 +75,9 @@ def config_of(name: str, params: Mapping[str, object] | None = None, **blocks: o
 
 
 def bits(engine: zero.Engine) -> bytes:
-    """All weights, whole."""
+    """All weights, whole; masters if the model has rounded ones."""
     engine.synchronise()
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in engine.module.parameters()]
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in engine.sharding.held.parameters()]
     return b"".join(p.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for p in whole)
 
 

@@ -34,7 +34,7 @@ def train(trained: zero.Engine, first: int) -> Tensor:
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).bfloat16()
         trained.backward(trained(x).float().square().mean())
         trained.step()
-    return torch.cat([p.full_tensor().detach().flatten() for p in trained.module.parameters()])
+    return torch.cat([p.full_tensor().detach().flatten() for p in trained.sharding.held.parameters()])
 
 
 def compares(folder: str) -> dict[str, object]:

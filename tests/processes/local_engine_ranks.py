@@ -47,7 +47,7 @@ def start(made: dict, shards: int = 1, model: nn.Module | None = None, **more: A
 
 def own(engine: zero.Engine) -> list[Tensor]:
     """What this rank holds: parameters, anchors and both errors, each a copy; of padding nothing is kept."""
-    engine.let_go()
+    engine.sharding.release()
     optimizer = cast(onebit.LocalSteps, engine.optimizer)
     held = [local(p).detach() for p in optimizer.buckets.params]
     for bucket in optimizer.buckets:
@@ -104,7 +104,7 @@ def by_hand() -> dict[str, bool]:
             optimizer.zero_grad()
             schedule.step()
         mine = [local(p).detach() for p in model.parameters()]
-        theirs = [local(p).detach() for p in engine.module.parameters()]
+        theirs = [local(p).detach() for p in engine.sharding.held.parameters()]
         gap = max(float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True) if a.numel())
         found[f"{shards} shards"] = gap <= (1e-6 if clip else 0.0)  # torch's norm is summed in another order
         if clip:
@@ -122,7 +122,7 @@ def as_dense() -> dict[str, float]:
             del made["optimizer"], made["scheduler"]
             engine = start(made, shards, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
             train(engine, 4)
-            weights.append([local(p).detach() for p in engine.module.parameters()])
+            weights.append([local(p).detach() for p in engine.sharding.held.parameters()])
         assert engine.form.name == "dense"
         found[f"stage {stage}"] = max(float((a - b).abs().max()) for a, b in zip(*weights, strict=True) if a.numel())
     return found
@@ -167,8 +167,8 @@ def resumes(folder: str, cases: Sequence[tuple[dict, int]]) -> list[dict]:
 
 def _differ(engine: zero.Engine) -> bool:
     """Whether replicas hold other parameters than this one."""
-    engine.let_go()
-    flat = torch.cat([local(p).detach().reshape(-1) for p in engine.module.parameters()])
+    engine.sharding.release()
+    flat = torch.cat([local(p).detach().reshape(-1) for p in engine.sharding.held.parameters()])
     rows = gather_bytes(engine.grid.transport, flat.numpy().tobytes())
     return len(set(rows)) > 1
 
@@ -196,10 +196,10 @@ def others(folder: str) -> dict[str, Any]:
     place, made = Path(folder) / "0", config(rounds={"codec": "int8"})
     engine, found = start(made), {}
     engine.load_checkpoint(place, load_optimizer_states=False)
-    anchors = [p.detach().clone() for p in engine.module.parameters()]
+    anchors = [p.detach().clone() for p in engine.sharding.held.parameters()]
     dense = start(config_of("AdamW", zero_optimization={"stage": 2}), 2)
     dense.load_checkpoint(place, load_optimizer_states=False)
-    whole = [cast(Any, p).full_tensor() for p in dense.module.parameters()]
+    whole = [cast(Any, p).full_tensor() for p in dense.sharding.held.parameters()]
     found["weights"] = same(anchors, whole) and not _differ(engine)
     for what, into in {"form": dense, "grid": start(config(stage=2), 2), "inner": start(config("Lamb"))}.items():
         try:
@@ -211,7 +211,7 @@ def others(folder: str) -> dict[str, Any]:
     sent = engine.grid.transport.sent_bytes
     engine.save_16bit_model(folder, "local.safetensors")
     found["a round"] = engine.grid.transport.sent_bytes > sent and not _differ(engine)
-    p = next(iter(engine.module.parameters()))
+    p = next(iter(engine.sharding.held.parameters()))
     found["moments"] = engine.optimizer.state[p]["exp_avg"].shape == p.shape
     return found
 

@@ -101,7 +101,7 @@ def trains(folder: str, cases: Sequence[dict]) -> None:
             "phase": getattr(getattr(engine.optimizer, "stats", None), "phase", None),
             "clip": getattr(getattr(engine.optimizer, "stats", None), "clip_factor", None),
             "norm": engine.get_global_grad_norm(),
-            "held": sum(local(p).numel() for p in engine.module.parameters()),
+            "held": sum(local(p).numel() for p in engine.sharding.held.parameters()),
         }
         torch.save(found, Path(folder) / f"{k}.{world.rank}")
     made.close()

@@ -85,7 +85,7 @@ def run(
 
 def known(engine: zero.Engine) -> dict[str, dict[str, list]]:
     """Whole tensors of what the optimizer knows of each parameter, by name; "owed": by all ranks together."""
-    names = {p: name for name, p in engine.module.named_parameters()}
+    names = {p: name for name, p in engine.sharding.held.named_parameters()}
     found: dict[str, dict[str, list]] = {}
     for p, tensors in _held(engine.optimizer):
         for what, x in tensors.items():

@@ -70,7 +70,7 @@ def like_twin(here: Grid, name: str, stage: int, net: nn.Module | None = None, *
     out = record()
     for step in range(STEPS):
         out["loss"].append(advance(engine, step))
-        note(out, engine.module, engine.optimizer, step)
+        note(out, engine.sharding.held, engine.optimizer, step)
         out["norm"].append(engine.get_global_grad_norm())
     engine.synchronise()
     out["params"].append(flat(engine.module))

@@ -49,7 +49,7 @@ def test_stages_train_as_one_rank_and_resume_to_the_bit(tmp_path: Path) -> None:
     for k, (given, _, form) in enumerate(CASES):
         what = f"{given['optimizer']['type']} {given['zero_optimization']} {two[0][k]} {one[0][k]}"
         check(two[0][k], form, what)
-        if given["zero_optimization"]["stage"] > 0:
+        if given["zero_optimization"]["stage"] == 3:
             assert "is sharded over ranks, and cleaning needs whole weights" in two[0][k]["refusal"], what
         tolerance = 1e-5 if form == "dense" else 0.01
         assert two[0][k]["loss"] == pytest.approx(one[0][k]["loss"], rel=tolerance), what

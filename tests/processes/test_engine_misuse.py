@@ -81,5 +81,8 @@ def test_a_call_that_one_rank_makes_alone_is_named(call: str, name: str, stage: 
 def test_one_ranks_state_dict_is_whole_or_refused(stage: int, tmp_path: Path) -> None:
     ended = run_torchrun(2, half_saved, str(tmp_path), config_of("AdamW", stage), 2, timeout_s=50)
     *ways, last = ended.check().results[0]
-    assert len(ways) == 6 and all("engine.module_state_dict()" in text for text in ways[:-1]) and ways[-1], ways
+    if stage == 3:
+        assert len(ways) == 6 and all("engine.module_state_dict()" in text for text in ways[:-1]) and ways[-1], ways
+    else:
+        assert ways[:-1] == [""] * 5  # every rank has whole weights
     assert last == ""

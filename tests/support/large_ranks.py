@@ -122,8 +122,8 @@ def adapters_over_a_frozen_base(folder: str, rank: int, name: str, stage: int) -
         engine = zero.initialize(model=net(dtype, freezes=True), config=config_of(name, stage))[0]
         losses = train(engine, range(5), rank)
         frozen = {p.dtype for p in engine.module.parameters() if not p.requires_grad}
-        trained = {p.dtype for p in engine.module.parameters() if p.requires_grad}
-        runs.append((losses, {name: x.float() for name, x in whole(engine.module).items()}))
+        trained = {p.dtype for p in engine.sharding.held.parameters() if p.requires_grad}
+        runs.append((losses, {name: x.float() for name, x in whole(engine.sharding.held).items()}))
         if dtype == torch.bfloat16:
             found |= {"frozen": [str(d) for d in frozen], "trained": [str(d) for d in trained]}
         engine.close()
@@ -138,17 +138,17 @@ def of_files_as_of_memory(folder: str, rank: int, name: str, stage: int, **ours:
     files = zero.initialize(model=on_meta(), config=config, weights=f"{folder}/hf")[0]
     found: Results = {
         "form": plain.form.name,
-        "weights": equal(whole(plain.module), whole(files.module)),
+        "weights": equal(whole(plain.sharding.held), whole(files.sharding.held)),
         "table": torch.equal(files.module.rotary.table, plain.module.rotary.table),
         "tied": files.module.head.weight is files.module.embed.weight,
         "losses": train(plain, range(4), rank) == train(files, range(4), rank),
-        "trained": equal(whole(plain.module), whole(files.module)),
+        "trained": equal(whole(plain.sharding.held), whole(files.sharding.held)),
     }
     tag_folder = f"{folder}/own-{name}-{stage}-{len(ours)}-{init().world_size}"
     plain.save_checkpoint(tag_folder)
     plain.wait_for_checkpoint()
     own = zero.initialize(model=on_meta(), config=config, weights=tag_folder)[0]
-    found["own"] = equal(whole(plain.module), whole(own.module))
+    found["own"] = equal(whole(plain.sharding.held), whole(own.sharding.held))
     for engine in (plain, files, own):
         engine.close()
     return found
@@ -160,7 +160,7 @@ def initial_values(folder: str, rank: int) -> Results:
         zero.initialize(model=on_meta(), config=config_of("AdamW", stage), weights="reset_parameters", seed=3)[0]
         for stage in (0, 1, 3)
     ]
-    values = [whole(engine.module) for engine in engines]
+    values = [whole(engine.sharding.held) for engine in engines]
     return {
         "same": all(equal(values[0], other) for other in values[1:]),
         "drawn": bool(values[0]["layers.0.base.weight"].std() > 0.01),
@@ -173,15 +173,15 @@ def there_and_back(folder: str, rank: int) -> Results:
     out = Path(folder) / f"out-{init().world_size}"
     first = zero.initialize(model=net(), config=config_of("AdamW", 3))[0]
     train(first, range(2), rank)
-    zero.export_weights(first.module, out, first.grid.world, max_file_bytes=800)
-    held = whole(first.module)
+    zero.export_weights(first.sharding.held, out, first.grid.world, max_file_bytes=800)
+    held = whole(first.sharding.held)
     table = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     sizes = [sum(x.nbytes for x in load_file(file).values()) for file in sorted(out.glob("*.safetensors"))]
     second = zero.initialize(model=on_meta(), config=config_of("AdamW", 1), weights=out)[0]
     third = zero.initialize(model=net(), config=config_of("AdamW", 0))[0]
-    zero.import_weights(third.module, out, third.grid.world)
+    zero.import_weights(third.sharding.held, out, third.grid.world)
     return {
-        "same": equal(held, whole(second.module)) and equal(held, whole(third.module)),
+        "same": equal(held, whole(second.sharding.held)) and equal(held, whole(third.sharding.held)),
         "files": len(sizes) > 3 and max(sizes) <= max(800, held["embed.weight"].nbytes),
         "names": sorted(table) == sorted({*held, "rotary.count"}),
     }
@@ -213,15 +213,17 @@ def in_stages_and_slices(folder: str, rank: int) -> Results:
     low = config_of("AdamW", 1) | {"gradient_accumulation_steps": 2, "pipeline": {"stages": 2}}
     pipe = zero.PipelineModule(specs, num_stages=2, loss_fn=nn.functional.mse_loss)
     first = zero.initialize(model=pipe, config=low)[0]
-    zero.export_weights(first.module, out, first.grid.world, grid=first.grid, max_file_bytes=400)
+    zero.export_weights(first.sharding.held, out, first.grid.world, grid=first.grid, max_file_bytes=400)
     again = zero.PipelineModule(specs, num_stages=2, loss_fn=nn.functional.mse_loss, base_seed=99)
     second = zero.initialize(model=again, config=low, weights=out)[0]
-    found["stages"] = equal(whole(first.module), whole(second.module)) and len(whole(first.module)) == 2
+    found["stages"] = (
+        equal(whole(first.sharding.held), whole(second.sharding.held)) and len(whole(first.sharding.held)) == 2
+    )
     plan = {"layers.*.a": ColwiseParallel(), "layers.*.b": RowwiseParallel()}
     config = config_of("AdamW", 1, tensor=2)
     plain = zero.initialize(model=net(), config=config, tensor_plan=plan)[0]
     files = zero.initialize(model=on_meta(), config=config, tensor_plan=plan, weights=f"{folder}/hf")[0]
-    found["slices"] = equal(whole(plain.module), whole(files.module))
+    found["slices"] = equal(whole(plain.sharding.held), whole(files.sharding.held))
     found["losses"] = train(plain, range(2), 0) == train(files, range(2), 0)
     return found
 

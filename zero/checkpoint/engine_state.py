@@ -69,7 +69,7 @@ def save(
     """Write a checkpoint, after synchronising the ranks. All ranks. Raises CheckpointError within a step."""
     _refuse_within_step(engine)
     if engine.form.steps_apart:
-        engine.let_go()
+        engine.sharding.release()
     else:
         engine.synchronise()
     tensors, rest = _state(engine)
@@ -80,7 +80,7 @@ def save(
     steps = [engine.micro_steps, engine.global_steps, engine.skipped_steps]
     own = {
         "optimizer": rest,
-        "pieces": reshard.packed_pieces(reshard.pieces_of(engine.module, engine.optimizer)),
+        "pieces": reshard.packed_pieces(reshard.pieces_of(engine.sharding.held, engine.optimizer)),
         "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
         "loader": None if engine.loader is None else engine.loader.state_dict(),
         "loss_scale": engine.fp16_scale.state_dict(),
@@ -104,7 +104,7 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
     if not contents.optimizer:
         engine.synchronise()  # else the residuals of differing replicas would belong to weights that are gone
     else:
-        engine.let_go()
+        engine.sharding.release()
     tensors, _ = _state(engine) if contents.optimizer else (_weights(engine), None)
     frozen = _frozen(engine)
     recutting: list[_Recutting] = []
@@ -126,6 +126,7 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
 
     def take_over(loaded: Loaded) -> None:
         engine.form.weights_were_loaded()
+        engine.sharding.gather()
         if not contents.optimizer:
             engine.form.adopt_parameters()
         elif engine.form.shares_state:
@@ -134,6 +135,7 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
             _load_recut(engine, loaded, recutting[0] if recutting else _Recutting.of(engine, loaded))
         else:
             _load_own(engine, loaded)
+        engine.sharding.gather()
         for feature in engine.active_features:
             feature.weights_were_loaded()
         if contents.counts:
@@ -253,7 +255,7 @@ def _is_same_cut(engine: Engine, found: Loaded) -> bool:
     outline = cast(StateDict, found.own.outline(there.rank(engine.grid.coordinates | {"replica": 0})))
     if "pieces" not in outline:  # the first files have no slices: they follow from form and grid
         return _form(found.stamp) == engine.form.name
-    return reshard.saved_pieces(outline["pieces"]) == reshard.pieces_of(engine.module, engine.optimizer)
+    return reshard.saved_pieces(outline["pieces"]) == reshard.pieces_of(engine.sharding.held, engine.optimizer)
 
 
 def _state(engine: Engine) -> tuple[dict[str, Tensor], StateDict]:
@@ -264,8 +266,7 @@ def _state(engine: Engine) -> tuple[dict[str, Tensor], StateDict]:
 
 
 def _weights(engine: Engine) -> dict[str, Tensor]:
-    masters = engine.form.masters()
-    return {f"model.{name}": masters.get(name, x) for name, x in engine.module.state_dict().items()}
+    return {f"model.{name}": x for name, x in engine.form.weights().items()}
 
 
 def _frozen(engine: Engine) -> set[str]:
@@ -308,7 +309,10 @@ class _Recutting:
     @classmethod
     def of(cls, engine: Engine, found: Loaded) -> _Recutting:
         """Read the old ranks' outlines. Raises CheckpointError if they lack slices that this rank needs."""
-        here, parts = reshard.pieces_of(engine.module, engine.optimizer), reshard.parts_of(_shape(found.stamp))
+        here, parts = (
+            reshard.pieces_of(engine.sharding.held, engine.optimizer),
+            reshard.parts_of(_shape(found.stamp)),
+        )
         outlines = [cast(StateDict, found.own.outline(ranks[0])) for ranks in parts]
         if any("pieces" not in outline for outline in outlines):
             raise CheckpointError(

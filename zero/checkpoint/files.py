@@ -29,13 +29,14 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.optim.optimizer import StateDict
 
 from ...checkpoint.files import CheckpointError, Sum, check_files, reason, remove
 from ...checkpoint.folder import AS_BEFORE, Checkpointing
 from ...comm import Transport
 from ...comm.messages import gather_texts
+from ...model_parallel import local
+from ..parallel.dense import like
 from .storage import TABLE, Reader, Writer, read_table
 from .tree import pack, select, unpack
 
@@ -120,7 +121,7 @@ class Checkpoints(Checkpointing):
         is_foreground = self.group is None or not in_background
         state = self.together(_flat_state, self.transport.rank, model, own)
         if not is_foreground:
-            state = self.together(BlockingAsyncStager().stage, state)
+            state = self.together(_staged, state)
         hidden, is_maker = self._begin(step, is_shared=True)
         stamp = dict(about or {}) | {"step": step, "world_size": self.transport.world_size}
         writer = Writer(hidden)
@@ -320,6 +321,11 @@ def knowing_that_it_is_alone() -> Iterator[None]:
 def _own_tensors(rank: int, text: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     spelled = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return {f"own/{rank}/text": spelled} | {f"own/{rank}/{k}": tensor for k, tensor in enumerate(tensors)}
+
+
+def _staged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in host memory, which training does not change. Of a shard its own elements, not those it is a view of."""
+    return {name: like(x, local(x).detach().to("cpu", copy=True)) for name, x in state.items()}
 
 
 def _flat_state(rank: int, model: Mapping[str, Tensor], own: object) -> dict[str, Tensor]:

@@ -9,11 +9,11 @@ An engine whose model is armed has one as `engine.compression_scheduler`, which 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .armed import STEP, armed_in
@@ -62,13 +62,13 @@ class CompressionScheduler:
             for line in sorted(set(self.describe()) - set(before)):
                 log.info("step %d: %s", armed.step, line)
 
-    def check_trains(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_trains(self, params: Iterable[Tensor]) -> None:
         """Raise ValueError if the optimizer was made before `init_compression`: it lacks the learned masks.
 
         Args:
-            optimizer: The model's optimizer.
+            params: The parameters of the model that it has.
         """
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trained = {id(p) for p in params}
         for name, p in self._armed.model.named_parameters():
             if name.endswith(".scores") and p.requires_grad and id(p) not in trained:
                 raise ValueError(
@@ -85,7 +85,7 @@ class CompressionScheduler:
         Returns:
             A handle; its `remove()` ends that.
         """
-        self.check_trains(optimizer)
+        self.check_trains(p for group in optimizer.param_groups for p in group["params"])
         if self._synchronise is None and hasattr(optimizer, "sync"):
             self._synchronise = optimizer.sync
 
@@ -131,11 +131,11 @@ class CompressionScheduler:
 
 
 def scheduler_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, synchronise: Callable[[], object], *, says: bool
+    model: nn.Module, trained: Iterable[Tensor], synchronise: Callable[[], object], *, says: bool
 ) -> CompressionScheduler | None:
     """The scheduler of a model with techniques, else None. Raises as `CompressionScheduler.check_trains`."""
     if armed_in(model) is None:
         return None
     scheduler = CompressionScheduler(model, synchronise, says=says)
-    scheduler.check_trains(optimizer)
+    scheduler.check_trains(trained)
     return scheduler

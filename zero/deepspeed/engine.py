@@ -34,7 +34,6 @@ from ..data_efficiency.token_dropping import TokenDropping
 from ..engine import Engine, every_rank
 from ..features.compression import Compression
 from ..features.data_efficiency import DataEfficiency
-from ..parallel import fsdp
 from ..pipeline.run import Batch
 from .comm import get_local_rank
 from .names import ENGINE, REFUSED, SWITCHED_OFF, why_not
@@ -610,7 +609,7 @@ class DeepSpeedEngine(Engine):
         self.synchronise()
         frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
         whole = {}
-        for name, x in self.module.state_dict().items():
+        for name, x in self.form.weights().items():
             if not (exclude_frozen_parameters and name in frozen):
                 full = x.full_tensor() if hasattr(x, "full_tensor") else x
                 whole[name] = full.detach().to("cpu", copy=True)
@@ -640,7 +639,11 @@ class DeepSpeedEngine(Engine):
                 f"rank {self.global_rank}: the ranks load weights of different names; read the same file on all of them"
             )
         self.synchronise()
-        set_model_state_dict(self.module, given, options=StateDictOptions(full_state_dict=True, strict=strict))
+        held, scalars = self.sharding.held, self.sharding.scalars
+        for name in scalars.keys() & given.keys():
+            given[name] = given[name].reshape(1)
+        set_model_state_dict(held, given, options=StateDictOptions(full_state_dict=True, strict=strict))
+        self.sharding.gather()
         self.adopt_weights()
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
@@ -667,8 +670,7 @@ class DeepSpeedEngine(Engine):
 
     def empty_partition_cache(self) -> None:
         """Free gathered parameters."""
-        if self.stage is not None:
-            fsdp.reshard(self.module)
+        self.sharding.release()
 
     def to(self: _Self, device: torch.device | str | int | None = None) -> _Self:
         """Return the engine if it is on this device already. Raises RuntimeError for any other device.

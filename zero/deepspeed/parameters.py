@@ -26,9 +26,7 @@ from ...comm.messages import call_of_all, gather_bytes
 from ...layout.masters import master_of
 from ...model_parallel import local
 from ..checkpoint.reshard import slice_of
-from ..parallel import fsdp
 from ..parallel.dense import like
-from ..pipeline.layers import parts_of
 from .engine import DeepSpeedEngine
 
 log = logging.getLogger(__name__)
@@ -43,24 +41,25 @@ def make_known(engine: DeepSpeedEngine) -> None:
 
 
 class _Held(NamedTuple):
-    """A parameter, the engine that trains it, and its name there. p: the shard, even if FSDP2 has gathered it."""
+    """A parameter of an engine's module, the engine that trains it, and its name there.
+
+    p: as it is in the module between steps, i.e. a shard at stage 3. shard: the optimizer's parameter for it.
+    """
 
     p: nn.Parameter
     engine: DeepSpeedEngine
     name: str
+    shard: Tensor
 
 
 def _find(given: Tensor) -> _Held | None:
     """The parameter with its engine; None: it belongs to no engine."""
     for engine in _engines:
-        p = given
-        if engine.stage is not None:
-            for part in parts_of(engine.module):
-                p = fsdp.sharded_of(part, p)
-            fsdp.reshard(engine.module)
+        p = engine.sharding.shard_of(given) if engine.sharding.divides_parameters else given
+        engine.sharding.release()
         for name, other in engine.module.named_parameters(remove_duplicate=False):
             if other is p:
-                return _Held(other, engine, name)
+                return _Held(other, engine, name, engine.sharding.shard_of(other))
     return None
 
 
@@ -215,7 +214,7 @@ def _take_from(rank: int, held: _Held | None, full: Tensor) -> None:
 def _write(p: Tensor, full: Tensor) -> None:
     """Write this rank's part of a complete value into its parameter, moment or gradient."""
     with torch.no_grad():
-        local(p).copy_(full[slice_of(p)])
+        local(p).copy_(full.reshape(p.shape)[slice_of(p)])
 
 
 # -------------------------------------------------------------------------------- one parameter, whole
@@ -233,7 +232,7 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor:
     """
     held = _held(param)
     _refuse_divided(held, "the float32 masters are divided over their owners")
-    return _full(held, like(held.p, master_of(held.engine.optimizer, held.p)), "param").detach().float().clone()
+    return _full(held, like(held.shard, master_of(held.engine.optimizer, held.shard)), "param").detach().float().clone()
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -249,9 +248,11 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     held = _held(param)
     _check_shape(held, value)
     held.engine.synchronise()
-    _write(held.p, value)
+    _write(held.shard, value)
     with torch.no_grad():
-        master_of(held.engine.optimizer, held.p).copy_(value[slice_of(held.p)])
+        mine = master_of(held.engine.optimizer, held.shard)
+        mine.copy_(value.reshape(held.shard.shape)[slice_of(held.shard)])
+    held.engine.sharding.gather()
     held.engine.adopt_weights()
 
 
@@ -271,15 +272,19 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
         ValueError: It belongs to no engine.
     """
     held = _held(param)
-    transport = held.engine.grid.transport
-    grad = held.p.grad
-    has_any = b"\1" in gather_bytes(held.engine.grid.world, bytes([grad is not None]))
-    if not has_any:
+    engine, shard = held.engine, held.shard
+    is_here = shard.grad is not None or held.p.grad is not None or engine.has_gradients
+    if b"\1" not in gather_bytes(engine.grid.world, bytes([is_here])):
         return None
-    part = (torch.zeros_like(local(held.p)) if grad is None else local(grad).detach()).float().contiguous().clone()
+    engine.sharding.reduce(is_last=True)
+    grad = shard.grad
+    if b"\1" not in gather_bytes(engine.grid.world, bytes([grad is not None])):
+        return None
+    part = (torch.zeros_like(local(shard)) if grad is None else local(grad).detach()).float().contiguous().clone()
     if part.numel():
-        transport.all_reduce(part).wait()
-    return _full(held, like(held.p, part), "grad").div_(transport.world_size * held.engine.fp16_scale.value)
+        engine.grid.transport.all_reduce(part).wait()
+    mean = like(shard, part).div_(engine.grid.transport.world_size * engine.fp16_scale.value)
+    return _full(held, mean, "grad")
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
@@ -296,12 +301,17 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """
     held = _held(param)
     _check_shape(held, value)
-    if held.p.grad is None:
+    if held.engine.has_gradients:
+        held.engine.sharding.reduce(is_last=True)
+    if held.shard.grad is None:
         raise ValueError(
             f"rank {held.engine.global_rank}: {held.name} has no gradient; call this between engine.backward(loss) of "
             "a step's last micro-batch and engine.step()"
         )
-    _write(held.p.grad, value * held.engine.fp16_scale.value)
+    scaled = value * held.engine.fp16_scale.value
+    _write(held.shard.grad, scaled)
+    if held.p is not held.shard and held.p.grad is not None:  # stage 1 sends it once more in step()
+        _write(held.p.grad, scaled)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor:
@@ -319,7 +329,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     """
     held = _held(param)
     _refuse_divided(held, "moments are divided over their owners")
-    return _full(held, like(held.p, _state(held, optim_state_key)), "optimizer_state").float().clone()
+    return _full(held, like(held.shard, _state(held, optim_state_key)), "optimizer_state").float().clone()
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
@@ -342,7 +352,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
             "only engine.load_checkpoint can set it"
         )
     _check_shape(held, value)
-    _write(like(held.p, _state(held, optim_state_key)), value)
+    _write(like(held.shard, _state(held, optim_state_key)), value)
 
 
 # -------------------------------------------------------------------------------- one parameter, this rank's part
@@ -357,7 +367,7 @@ def safe_get_local_fp32_param(param: Tensor) -> Tensor:
     Raises:
         ValueError: It belongs to no engine.
     """
-    return local(_held(param).p).detach().float().clone()
+    return local(_held(param).shard).detach().float().clone()
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
@@ -367,12 +377,12 @@ def safe_get_local_grad(param: Tensor) -> Tensor | None:
         param: A parameter of an engine's module.
 
     Returns:
-        The gradient, a copy; None if there is none.
+        The gradient, a copy; None if there is none. At stages 1 and 2 it exists after `safe_get_full_grad`.
 
     Raises:
         ValueError: It belongs to no engine.
     """
-    grad = _held(param).p.grad
+    grad = _held(param).shard.grad
     return None if grad is None else local(grad).detach().float().clone()
 
 
@@ -391,7 +401,7 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
 
 
 def _state(held: _Held, key: str) -> Tensor:
-    state: dict[str, Any] = held.engine.optimizer.state.get(held.p, {})
+    state: dict[str, Any] = held.engine.optimizer.state.get(held.shard, {})
     known = [name for name, x in state.items() if isinstance(x, Tensor) and x.dim() > 0]
     if key not in known:
         raise KeyError(
@@ -419,4 +429,4 @@ def _full(held: _Held, x: Tensor, what: str) -> Tensor:
     if not hasattr(x, "full_tensor"):
         return x
     with call_of_all(held.engine.grid.model_parallel_group.transport, f"safe_get_full_{what}()"):
-        return cast(Tensor, x.full_tensor())
+        return cast(Tensor, x.full_tensor()).reshape(held.p.shape)

@@ -57,7 +57,8 @@ class Compression(Feature):
 
     def begin(self, engine: Engine) -> None:
         is_first = engine.grid.world.rank == 0
-        self.scheduler = scheduler_of(engine.module, engine.optimizer, engine.synchronise, says=is_first)
+        trained = engine.sharding.trained(engine.optimizer)
+        self.scheduler = scheduler_of(engine.module, trained, engine.synchronise, says=is_first)
 
     def after_step(self, engine: Engine) -> None:
         if self.scheduler is not None:

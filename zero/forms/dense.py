@@ -23,12 +23,13 @@ from ...agreement.skips import SkipLimit
 from ...dense import DenseAverager
 from ...layout.masters import NAME as MASTER
 from ...layout.masters import is_low
-from ...model_parallel import ModelParallelGroup
+from ...model_parallel import ModelParallelGroup, local
 from ..config.whole import Config
 from ..form import Given, choice_of
 from ..grid import GridShape
 from ..offload.optimizer import Offload
 from ..parallel import dense
+from ..parallel.sharding import Sharding
 from .in_node import InNode, uses_files
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -51,10 +52,10 @@ class Dense(InNode):
         self,
         given: Given,
         optimizer: torch.optim.Optimizer,
-        stage: int | None = None,
+        sharding: Sharding | None = None,
         held: ModelParallelGroup | None = None,
     ):
-        super().__init__(given, optimizer, stage, held)
+        super().__init__(given, optimizer, sharding, held)
         self._averager = DenseAverager(self.averaged(), self.grid.transport, self.config.onebit.bucket_cap_mb)
         self._skips = SkipLimit(self.config.onebit.max_consecutive_skips)
         self._grad_norm: float | None = None
@@ -111,8 +112,9 @@ class Dense(InNode):
     def no_sync(self) -> AbstractContextManager[None]:
         return self._averager.no_sync()
 
-    def step(self, number: int, scale: float) -> bool:
-        self.comm_ms, world = self._averager.finish(), self.grid.world
+    def update(self, number: int, scale: float) -> bool:
+        world = self.grid.world
+        self.comm_ms += self._averager.finish()
         is_finite, self._grad_norm = dense.prepare(
             self.optimizer, world, self.model_parallel_group, number, scale, self.config.gradient_clipping
         )
@@ -121,7 +123,7 @@ class Dense(InNode):
             self.optimizer.step()
         else:
             # Gradients were averaged before, so bad ones are bad on all ranks.
-            bad = dense.bad_in(self.module)
+            bad = dense.bad_in(self.sharding.held)
             self._skips.tell(world.rank, number, bad if world.rank == 0 else [], "all ranks skip the step")
         self._skips.observe(not is_finite, bad, world)
         return not is_finite
@@ -143,14 +145,35 @@ class Dense(InNode):
     def state(self) -> tuple[dict[str, Tensor], StateDict]:
         if not self.shares_state:
             return super().state()
-        flat: dict[str, Any] = get_optimizer_state_dict(self.module, self.optimizer, options=_FLAT)
+        flat: dict[str, Any] = get_optimizer_state_dict(self.sharding.held, self.optimizer, options=_FLAT)
         flat = {name: x for name, x in flat.items() if name not in self._flat_masters()}
+        for name in self._of_scalars(flat):
+            flat[name] = flat[name].full_tensor().reshape(())
         tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
         return tensors, {name: x for name, x in flat.items() if name not in tensors}
 
     def load_shared(self, tensors: dict[str, Tensor], rest: dict[str, object]) -> None:
+        held = self.sharding.held
         flat: dict[str, Any] = {**rest, **tensors, **self._flat_masters()}
-        set_optimizer_state_dict(self.module, self.optimizer, flat, options=_FLAT)
+        for name, shard in self._of_scalars(flat).items():
+            flat[name] = dense.like(shard, flat[name].reshape(1)[: local(shard).numel()])
+        set_optimizer_state_dict(held, self.optimizer, flat, options=_FLAT)
+
+    def _of_scalars(self, flat: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the shards of 0-dim parameters, by the names of their moments in torch's flat state dict."""
+        shards: dict[str, Tensor] = {
+            f"state.{name}.": self.sharding.held.get_parameter(name) for name in self.sharding.scalars
+        }
+        found: dict[str, Tensor] = {}
+        for name in flat:
+            prefix = name[: name.rindex(".") + 1]
+            if prefix in shards and not name.endswith(".step"):
+                found[name] = shards[prefix]
+        return found
+
+    def masters(self) -> dict[str, Tensor]:
+        """Return float32 weights by all names of their parameters, if the optimizer's own state has them; else {}."""
+        return {}
 
     def _flat_masters(self) -> dict[str, Tensor]:
         """Return the masters by their names in torch's flat state dict."""

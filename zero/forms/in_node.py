@@ -17,6 +17,8 @@ from ..config.whole import Config
 from ..form import Form, Given, is_plain, offloads, pins
 from ..grid import Grid, GridShape
 from ..parallel import fsdp, tensor
+from ..parallel.partitioned import Partitioned
+from ..parallel.sharding import Sharding
 from ..pipeline.layers import Stage, parts_of
 
 
@@ -25,26 +27,47 @@ class InNode(Form):
 
     @classmethod
     def build(cls, given: Given) -> Form:
-        config, grid, model = given.config, given.grid, given.model
         if given.tensor_plan is not None:
-            tensor.parallelize(model, grid, given.tensor_plan, is_stage=given.ties is not None)
-        stage = None if is_plain(config) else max(config.zero_optimization.stage, 1)
-        on_host = cls.share_on_host(config)
-        if stage is not None:
-            low = None if config.dtype == torch.float32 else config.dtype
-            options: dict[str, Any] = {"offload": on_host > 0.0, "ratio": on_host, "pin_memory": pins(config)}
+            tensor.parallelize(given.model, given.grid, given.tensor_plan, is_stage=given.ties is not None)
+        sharding = cls.shard(given)
+        held = given.grid.model_parallel_group
+        if given.ties is not None:
+            held = replace(held, tied={sharding.shard_of(p): count for p, count in given.ties.holders().items()})
+        optimizer = cls.make_optimizer(replace(given, model=sharding.held), held)
+        if isinstance(sharding, Partitioned):
+            sharding.keep(optimizer)
+        return cls(given, optimizer, sharding, held)
+
+    @classmethod
+    def shard(cls, given: Given) -> Sharding:
+        """Shard the model by its stage, and give it its values. All ranks.
+
+        Args:
+            given: The inputs from which the form is built.
+        """
+        config, grid, model = given.config, given.grid, given.model
+        low = None if config.dtype == torch.float32 else config.dtype
+        on_host, stage = cls.share_on_host(config), config.zero_optimization.stage
+        if stage == 3:
             for part in parts_of(model):
                 blocks = part.blocks() if isinstance(part, Stage) else None
+                options: dict[str, Any] = {"offload": on_host > 0.0, "ratio": on_host, "pin_memory": pins(config)}
                 fsdp.shard(part, grid, stage, dtype=low, blocks=blocks, **options)
         if given.fill is not None:
-            fill(given.fill, grid, model, on_host)
-        held = grid.model_parallel_group
-        if given.ties is not None:
-            held = replace(held, tied=given.ties.holders())
-        optimizer = cls.make_optimizer(given, held)
-        if stage is not None:
-            patch_zero_grad(optimizer, model)
-        return cls(given, optimizer, stage, held)
+            fill(given.fill, grid, model, on_host if stage == 3 else 0.0)
+        if stage == 3:
+            return fsdp.FullyShard(model)
+        if is_plain(config):
+            return Sharding(model)
+        return Partitioned(
+            model,
+            grid,
+            max(stage, 1),
+            dtype=low,
+            on_host=on_host,
+            pin_memory=pins(config),
+            bucket_cap_mb=config.onebit.bucket_cap_mb,
+        )
 
     @classmethod
     def make_optimizer(cls, given: Given, held: ModelParallelGroup) -> torch.optim.Optimizer:
@@ -113,15 +136,3 @@ def fill(values: Callable[..., object], grid: Grid, model: nn.Module, on_host: f
     if 0.0 < on_host < 1.0:
         for part in parts_of(model):
             fsdp.bring_near(part, grid.device)
-
-
-def patch_zero_grad(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Make optimizer.zero_grad() also drop unreduced gradients of FSDP2: at stage 1 all but the last micro-batch's."""
-    its_own = optimizer.zero_grad
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        its_own(set_to_none)
-        for part in parts_of(model):
-            fsdp.drop_unreduced(part)
-
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -103,6 +103,7 @@ class InterNode(OneBit):
         return cls(given, make_optimizer(given.config, given.grid, given.groups(given.model)))
 
     def adopt_parameters(self) -> None:
+        super().adopt_parameters()
         self.optimizer.adopt_parameters()
 
 

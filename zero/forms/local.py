@@ -7,8 +7,8 @@ step counts, its norm and its loss scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -125,7 +125,7 @@ class Local(InNode):
         if self.config.fp16.enabled:
             super().set_grad_scale(scale)
 
-    def step(self, number: int, scale: float) -> bool:
+    def update(self, number: int, scale: float) -> bool:
         before = self.optimizer.stats.skipped_steps
         self._grad_norm = self._clip(scale, self.config.gradient_clipping)
         self.optimizer.step()
@@ -157,11 +157,16 @@ class Local(InNode):
     # ---------------------------------------------------------------- weights and checkpoints
 
     def adopt_parameters(self) -> None:
+        super().adopt_parameters()
         self.optimizer.adopt_parameters()
 
-    def shown(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def shown(self) -> Iterator[None]:
         """Show the anchors, between rounds."""
-        return self.optimizer.anchors()
+        with self.optimizer.anchors():
+            self.sharding.gather()
+            yield
+        self.sharding.gather()
 
     def close(self) -> None:
         if self.optimizer.transport is not self.grid.transport:

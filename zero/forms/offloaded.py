@@ -97,7 +97,7 @@ class Offloaded(Dense):
         """Return none: gradients are with the parameters, and `Offload` averages them."""
         return []
 
-    def step(self, number: int, scale: float) -> bool:
+    def update(self, number: int, scale: float) -> bool:
         """Take the step: `Offload` averages, checks, clips, and skips."""
         stats, world = self.optimizer.stats, self.grid.world
         before, waited_s = stats.skipped_steps, stats.network_s
@@ -108,6 +108,9 @@ class Offloaded(Dense):
         is_skipped = stats.skipped_steps > before
         self._skips.observe(is_skipped, [], world)
         return is_skipped
+
+    def weights(self) -> dict[str, Tensor]:
+        return {**super().weights(), **self.masters()}
 
     def weights_were_loaded(self) -> None:
         self.optimizer.round_masters()

@@ -31,7 +31,7 @@ class OneBit(Form):
         }
     )  # fmt: skip
 
-    def step(self, number: int, scale: float) -> bool:
+    def update(self, number: int, scale: float) -> bool:
         before = self.optimizer.stats.skipped_steps
         self.optimizer.step()
         is_skipped = bool(self.optimizer.stats.skipped_steps > before)

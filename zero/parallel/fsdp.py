@@ -41,7 +41,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from ..grid import Grid
 from ..offload.layout import kept
-from .turns import count_passes, forget_uses, groups_of, take_turns
+from ..pipeline.layers import parts_of
+from .sharding import Sharding
+from .turns import count_passes, forget_uses, groups_of, passes_of, stand_in, take_turns
 
 STAGES = (1, 2, 3)
 
@@ -218,3 +220,37 @@ def _root(model: nn.Module) -> FSDPModule:
     if not isinstance(model, FSDPModule):
         raise TypeError(f"expected a model that went through onebit.zero.fsdp.shard, got {type(model).__name__}")
     return model
+
+
+class FullyShard(Sharding):
+    """FSDP2 at stage 3 over a model that went through `shard`, as the engine drives it."""
+
+    divides_parameters = True
+    reduces_in_pipeline = True
+
+    def begin_forward(self, *, is_last: bool) -> None:
+        begin_micro_batch(self.model, 3, is_last=is_last)
+
+    def begin_pipeline(self, *, reduces_each: bool) -> None:
+        for part in parts_of(self.model) if reduces_each else ():
+            reduce_each(part, 3)
+
+    @property
+    def passes(self) -> int:
+        return passes_of(self.model)
+
+    def stand_in(self, *, is_last: bool) -> None:
+        self.begin_forward(is_last=is_last)
+        stand_in(self.model)
+
+    def release(self) -> None:
+        reshard(self.model)
+
+    def drop_gradients(self) -> None:
+        for part in parts_of(self.model):
+            drop_unreduced(part)
+
+    def shard_of(self, p: Tensor) -> Tensor:
+        for part in parts_of(self.model):
+            p = sharded_of(part, p)
+        return p

@@ -84,7 +84,7 @@ def parallelize(model: nn.Module, grid: Grid, plan: Plan, *, is_stage: bool = Fa
         p.requires_grad_(trained[name])  # SequenceParallel makes new parameters, which require gradients
     for p in model.parameters():
         if isinstance(p, DTensor) and p.requires_grad:
-            _place_gradients(p)
+            place_gradients(p)
     return model
 
 
@@ -182,7 +182,7 @@ def _dims(module: nn.Module, style: ParallelStyle) -> dict[str, int | None] | No
     return None
 
 
-def _place_gradients(p: DTensor) -> None:
+def place_gradients(p: DTensor) -> None:
     """Give each gradient of p the placements of p before it is added up.
 
     Replicated parameters that are used on parts of a sequence (norms, a row-wise bias) get a Partial gradient, which is

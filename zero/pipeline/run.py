@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Protocol, TypedDict, cast
+from typing import Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from ..checkpoint.materialize import to_device
 from ..config.sections import Pipelining
 from ..config.whole import Config
 from ..grid import Grid
-from ..parallel import fsdp
+from ..parallel.sharding import Sharding
 from .layers import Loss, PipelineModule, Stage, TiedLayerSpec, balance
 from .wire import WIRES, CompressedStage
 
@@ -174,9 +174,9 @@ class _Judged(TypedDict, total=False):
 class Pipeline:
     """This rank's stages, by number, and how a step's micro-batches run through them.
 
-    `zero_stage` is FSDP2's stage, or None. At stages 2 and 3 gradients are reduced with every micro-batch, so that
-    whole ones take no memory. At stage 1, and if the schedule's backward pass has two parts, they add up unsharded and
-    are reduced once.
+    `sharding` is that of the stages together. At stage 3 gradients are reduced with every micro-batch, so that whole
+    ones take no memory. At the others, and if the schedule's backward pass has two parts, they add up unsharded and are
+    reduced once.
     """
 
     def __init__(
@@ -185,11 +185,11 @@ class Pipeline:
         config: Config,
         grid: Grid,
         loss_fn: Loss,
-        zero_stage: int | None = None,
+        sharding: Sharding,
     ):
         self.stages, self.settings = stages, config.pipeline
         self.micro_batches = config.gradient_accumulation_steps
-        self._zero_stage = zero_stage
+        self._sharding = sharding
         self._transport = grid.transports["pipe"]
         self._loss_fn, self._device = loss_fn, grid.device
         self._scale = 1.0
@@ -254,9 +254,7 @@ class Pipeline:
         drive = schedule.step if trains else schedule.eval
         with self._naming_peers():
             drive(*(inputs if self.is_first else ()), **given)
-        if self._zero_stage is not None:
-            for module in self.stages.values():
-                fsdp.reshard(module)
+        self._sharding.release()
         if not losses:
             return None
         return torch.stack([loss.detach().float() for loss in losses]).sum() / (self._scale * len(losses))
@@ -264,10 +262,8 @@ class Pipeline:
     def _schedule(self, trains: bool) -> Schedule:
         """A schedule for micro-batches of one shape, because torch's stages keep the buffers of the first shape."""
         settings, group = self.settings, self._transport.group
-        reduces_each = (self._zero_stage or 0) >= 2 and settings.schedule not in SPLIT_BACKWARD
-        if reduces_each:
-            for module in self.stages.values():
-                fsdp.reduce_each(module, cast(int, self._zero_stage))
+        reduces_each = self._sharding.reduces_in_pipeline and settings.schedule not in SPLIT_BACKWARD
+        self._sharding.begin_pipeline(reduces_each=reduces_each)
         stages = [
             CompressedStage(
                 _Reducing(module) if reduces_each else module,

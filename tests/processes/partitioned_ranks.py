@@ -1,0 +1,206 @@
+"""What the ranks of test_partitioned.py do: models that stages 1 and 2 must train as one process would."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onebit import zero
+from onebit.zero import grid as grids
+
+STEPS, MICROS = 4, 2
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Odd(nn.Module):
+    """All that FSDP2 refuses: scalars, transposed, channels_last and complex weights, an entry beside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.across = nn.Parameter(torch.randn(6, 5).t() * 0.3)
+        self.conv = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.waves = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64) * 0.3)
+        self.one_row = nn.Parameter(torch.randn(1, 6))
+        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+
+    def encode(self, x: Tensor) -> Tensor:
+        image = x[:, :3].reshape(-1, 3, 1, 1).expand(-1, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+        pixels = self.conv(image).mean((2, 3))
+        return (x @ self.across) * self.scale + pixels.mean(1, keepdim=True)
+
+    def forward(self, x: Tensor, branch: str = "left") -> Tensor:
+        h = self.encode(x)
+        h = h + torch.view_as_real(torch.fft.fft(h[:, :5]) @ self.waves).reshape(len(h), 6)
+        h = torch.tanh(h * self.one_row + self.frozen(h))
+        return getattr(self, branch)(h)
+
+
+def plain(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def penalised(model: nn.Module, x: Tensor) -> Tensor:
+    """A weight penalty, and a gradient penalty with a graph of its own."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    weights = sum(p.abs().square().sum() for p in model.parameters() if p.requires_grad)
+    return plain(model, x) + slope.square().sum() + 1e-3 * weights
+
+
+def by_encoder(model: nn.Module, x: Tensor) -> Tensor:
+    return model.encode(x).square().mean() + plain(model, x)
+
+
+def branching(model: nn.Module, x: Tensor) -> Tensor:
+    """Rows choose their branch, so that ranks may run different ones."""
+    return model(x, "left" if float(x[0, 0]) > 0 else "right").square().mean()
+
+
+LOSSES: Mapping[str, Loss] = {f.__name__: f for f in (plain, penalised, by_encoder, branching)}
+
+
+def odd() -> Odd:
+    torch.manual_seed(3)
+    return Odd()
+
+
+def inputs(step: int, micro: int, rank: int) -> Tensor:
+    return torch.randn(3, 5, generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
+
+
+def config(stage: int, micros: int, optimizer: Mapping[str, object], **blocks: object) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": micros,
+        "optimizer": copy.deepcopy(optimizer),
+        "zero_optimization": {"stage": stage},
+        **blocks,
+    }
+
+
+def whole(engine: Any) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in engine.module_state_dict().items()}
+
+
+def trains(cases: Sequence[tuple[dict[str, Any], str]], folder: str) -> None:
+    """Train each case; files have the weights, averaged ones, those of one rank alone, and those that forward uses."""
+    torch.set_num_threads(1)
+    grid, found = grids.start(backend="gloo", timeout_s=30.0, shard=2), []
+    for given, kind in cases:
+        engine = zero.initialize(model=odd(), config=given, grid=grid)[0]
+        average = list(copy.deepcopy(engine.module).parameters())  # as scripts make an average of weights
+        micros = given["gradient_accumulation_steps"]
+        for step in range(STEPS):
+            for micro in range(micros):
+                engine.backward(LOSSES[kind](engine.module, inputs(step, micro, grid.world.rank)))
+                engine.step()
+            with torch.no_grad():
+                for mean, p in zip(average, engine.module.parameters(), strict=True):
+                    mean.lerp_(p, 0.3)
+        alone = dict(engine.module.state_dict()) if grid.world.rank == 0 else {}  # on one rank
+        used = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        found.append({"weights": whole(engine), "average": [p.detach() for p in average], "alone": alone, "used": used})
+    torch.save(found, f"{folder}/{grid.world.rank}.pt")
+    grid.close()
+
+
+def alone(given: Mapping[str, Any], kind: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """One process on the batches of both ranks: torch's AdamW, written without our code."""
+    model = odd()
+    model._apply(lambda x: x.to(torch.complex128 if x.is_complex() else dtype))
+    params = [p for p in model.parameters() if p.requires_grad]
+    options = given["optimizer"]["params"]
+    optimizer = torch.optim.AdamW(params, foreach=False, **options)
+    average, micros = copy.deepcopy(list(model.parameters())), given["gradient_accumulation_steps"]
+    for step in range(STEPS):
+        for micro in range(micros):
+            for rank in range(2):
+                (LOSSES[kind](model, inputs(step, micro, rank).to(dtype)) / (2 * micros)).backward()
+        for p in params:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, p in zip(average, model.parameters(), strict=True):
+                mean.lerp_(p, 0.3)
+    return {"weights": model.state_dict(), "average": [p.detach() for p in average]}
+
+
+def shares_a_trunk(folder: str) -> None:
+    """Two engines over one trunk, in turns; and one process that does the same."""
+    torch.set_num_threads(1)
+    grid = grids.start(backend="gloo", timeout_s=30.0, shard=2)
+    found: dict[str, Any] = {}
+    for low in (False, True):
+        for stage in (1, 2):
+            models = _two()
+            blocks = {"bf16": {"enabled": True}} if low else {}
+            adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}}
+            engines = [zero.initialize(model=m, config=config(stage, 1, adam, **blocks), grid=grid)[0] for m in models]
+            for step in range(STEPS):
+                for k, engine in enumerate(engines):
+                    loss = engine(inputs(step, k, grid.world.rank)).square().mean()
+                    engine.backward(loss)
+                    engine.step()
+            found[f"{stage} {low}"] = [whole(engine) for engine in engines]
+    grid.close()
+    models = _two()
+    adams = [torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.0) for m in models]
+    for step in range(STEPS):
+        for k, (model, adam_) in enumerate(zip(models, adams, strict=True)):
+            for rank in range(2):
+                (model(inputs(step, k, rank)).square().mean() / 2).backward()
+            adam_.step()
+            for each in models:
+                each.zero_grad()
+    found["alone"] = [model.state_dict() for model in models]
+    torch.save(found, f"{folder}/{os.environ['RANK']}.pt")
+
+
+def _two() -> list[nn.Module]:
+    torch.manual_seed(4)
+    trunk = nn.Linear(5, 6)
+    return [nn.Sequential(trunk, nn.Tanh(), nn.Linear(6, 2)), nn.Sequential(trunk, nn.ReLU(), nn.Linear(6, 3))]
+
+
+def is_rounded_right(stage: int) -> dict[str, Any]:
+    """bf16: what scripts write into weights, and losses without a graph; gradients that a script reads and sets."""
+    torch.set_num_threads(1)
+    grid = grids.start(backend="gloo", timeout_s=30.0, shard=2)
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1))
+    sgd = {"type": "AdamW", "params": {"lr": 1e-30, "weight_decay": 0.0}}
+    engine = zero.initialize(model=model, config=config(stage, 1, sgd, bf16={"enabled": True}), grid=grid)[0]
+
+    def step(loss: Tensor) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    first, rank = engine.module[0].weight, grid.world.rank
+    exact = whole(engine)["0.weight"]
+    step(engine(inputs(0, 0, rank)).mean())
+    found = {"kept": torch.equal(whole(engine)["0.weight"], exact), "is rounded": first.dtype == torch.bfloat16}
+    first.data.copy_(torch.full_like(first, 0.5))  # which torch does not count
+    step(engine(inputs(1, 0, rank)).mean())
+    found["written"] = whole(engine)["0.weight"].unique().tolist()
+    step(torch.tensor(1.0) if rank == 0 else engine(inputs(2, 0, rank)).mean())  # one rank without a graph
+    engine.backward(engine(inputs(3, 0, rank)).mean())
+    bias = engine.module[2].bias
+    found["gradient"] = zero.utils.safe_get_full_grad(bias).tolist()
+    zero.utils.safe_set_full_grad(bias, torch.tensor([7.0]))
+    found["set"] = zero.utils.safe_get_full_grad(bias).tolist()
+    engine.step()
+    found["moment"] = zero.utils.safe_get_full_optimizer_state(bias, "exp_avg").tolist()
+    with contextlib.suppress(AttributeError):
+        found["bytes of gradients"] = sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)
+    grid.close()
+    return found
