@@ -3,9 +3,9 @@
     engine, optimizer, loader, scheduler = onebit.zero.initialize(model=net, config="ds.json", training_data=dataset)
 
 Start reading at `initializing.py`, then `form.py` (what becomes of model and optimizer) and `engine.py`.
-`parallel/fsdp.py` shards inside a node, `sharded/adam.py` across nodes, `parallel/tensor.py` divides each layer; all of
-them work without an engine. `pipeline/layers.py` describes a model as a list of layers, `pipeline/run.py` runs it in
-stages.
+`parallel/partitioned.py` and `parallel/fsdp.py` shard inside a node, `sharded/adam.py` across nodes, and
+`parallel/tensor.py` divides each layer; all of them work without an engine. `pipeline/layers.py` describes a model as a
+list of layers, `pipeline/run.py` runs it in stages.
 
 `import onebit.zero as deepspeed` runs DeepSpeed's scripts: `deepspeed/` and docs/deepspeed.md.
 """

@@ -65,7 +65,7 @@ class Engine:
 
     A step has `config.gradient_accumulation_steps` micro-batches: call the engine, `backward`, and `step` for each; the
     `step` of the last one updates. Gradients are averaged over the micro-batches. They are sent once per step, except
-    inside the node at stages 2 and 3 (`parallel/fsdp.py`).
+    inside the node at stages 2 and 3 (`parallel/sharding.py`).
 
     Args:
         form: The model and its optimizer, as the configuration asks for them.

@@ -100,7 +100,7 @@ class Plan:
     Attributes:
         optimizer: Name of the row, one of `optimizers`.
         stage: Stage, 0 to 3.
-        parameters: Bytes of the parameters; in FSDP2's forms with the float32 masters.
+        parameters: Bytes of the parameters; with the float32 masters, except in the sharded forms.
         gradients: Bytes of the gradients.
         state: Bytes of optimizer state, residuals and anchors; in the sharded forms with the float32 masters.
         bits: Bits sent to other hosts in a steady step; the mean over the ranks of a host.
@@ -216,10 +216,10 @@ def _local(run: Run, stage: int) -> Plan:
 
 
 def _dense(run: Run, optimizer: str, footprint: Footprint, stage: int) -> Plan:
-    """The engine's dense form: an all-reduce in float32 at stage 0, else FSDP2 over all ranks, as DeepSpeed shards.
+    """The engine's dense form: an all-reduce in float32 at stage 0, else shards over all ranks, as DeepSpeed's.
 
     Parameters are gathered in dtype, twice at stage 3; gradients are reduced in float32. A ring of all ranks leaves
-    each host once. Gloo's reduce-scatter is an all-reduce: with it the gradients of stages 1 to 3 are sent twice.
+    each host once. Gloo's reduce-scatter is an all-reduce: with it the gradients of stage 3 are sent twice.
     """
     W = run.world_size
     S, gathers = (1, 0) if stage == 0 else (W, 2 if stage == 3 else 1)
@@ -231,13 +231,17 @@ def _dense(run: Run, optimizer: str, footprint: Footprint, stage: int) -> Plan:
 
 
 def _parameters_and_gradients(run: Run, stage: int, shards: int) -> tuple[float, float]:
-    """Bytes per parameter of FSDP2's forms: float32 masters with the gathered copy in dtype, and gradients."""
-    b = DTYPE_BYTES[run.dtype]
-    masters = _FLOAT32 / shards
-    is_plain = run.dtype == "fp32" and shards == 1
-    gathered = 0.0 if is_plain or stage == 3 else float(b)
-    gradients = _FLOAT32 / shards if stage >= 2 or is_plain else max(float(b), _FLOAT32 / shards)
-    return masters + gathered, gradients
+    """Bytes per parameter of parameters with float32 masters, and of gradients.
+
+    Whole parameters in dtype, except at stage 3, and whole gradients at stages 0 and 1; masters, and the gradients that
+    the optimizer has, of this rank's shards. Shards of whole float32 parameters are views of them.
+    """
+    b, shard = DTYPE_BYTES[run.dtype], _FLOAT32 / shards
+    is_view = run.dtype == "fp32" and stage < 3
+    parameters = (0.0 if is_view else shard) + (0.0 if stage == 3 else float(b))
+    if stage == 0 and is_view:
+        return parameters, float(b)
+    return parameters, shard + (float(b) if stage < 2 else 0.0)
 
 
 def _two_levels(run: Run, stage: int) -> tuple[int, int]:

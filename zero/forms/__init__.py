@@ -6,8 +6,8 @@
     dense        the same                 as intra_node, with gradients averaged between replicas in float32; stage 0:
                                           as replicated
     replicated   stage 0, float32         the model as it is; a one-bit optimizer sends buckets during backward
-    intra_node   stages 1 to 3, and any   FSDP2 over the ranks of a node (`parallel/fsdp.py`); a one-bit optimizer on
-                 stage in bf16 and fp16   the local shards, between nodes. Masters are float32, computing is in dtype
+    intra_node   stages 1 to 3, and any   shards over the ranks of a node (`parallel/`); a one-bit
+                 stage in bf16 and fp16   optimizer on them, between nodes. Masters are float32, computing is in dtype
     inter_node   stages 1 and 2           `sharded/`: sharding itself crosses the slow network, in one bit and four
 
 To add a form, write a file in this folder with a class that implements `../form.py`, and a line in `FORMS`.

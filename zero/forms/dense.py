@@ -1,7 +1,7 @@
-"""The form "dense": Adam, AdamW, LaProp, Lamb, and the caller's optimizers, under FSDP2 or without it.
+"""The form "dense": Adam, AdamW, LaProp, Lamb, and the caller's optimizers, on shards or without them.
 
-Gradients are averaged in float32, inside a node by FSDP2 and between replicas by `onebit.dense`. This file has the vote
-on overflow, clipping, and a state that loads into any other sharding.
+Gradients are averaged in float32, inside a replica by its sharding and between replicas by `onebit.dense`. This file
+has the vote on overflow, clipping, and a state that loads into any other sharding.
 """
 
 from __future__ import annotations

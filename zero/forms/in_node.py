@@ -1,4 +1,4 @@
-"""The base of most forms: the model as it is, or under FSDP2 over the ranks of a node; an optimizer of local shards.
+"""The base of most forms: the model as it is, or sharded over the ranks of a node; an optimizer of local shards.
 
 Masters are float32, and the model computes in the configuration's dtype. Each form has its own exchange between nodes.
 """

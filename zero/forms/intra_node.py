@@ -1,6 +1,6 @@
 """The form "intra_node": stages 1 to 3, and any stage in bf16 and fp16, over the ranks of a node.
 
-FSDP2 shards inside the node (`parallel/fsdp.py`); a one-bit optimizer works on the local shards, between nodes.
+The shards are of `parallel/partitioned.py`, or FSDP2's at stage 3; a one-bit optimizer works on them, between nodes.
 """
 
 from __future__ import annotations
