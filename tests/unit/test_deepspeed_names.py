@@ -12,7 +12,7 @@ import deepspeed_names
 import pytest
 import torch
 from deepspeed_table import NAMES, rows, table, used_patterns
-from torch import nn
+from torch import Tensor, nn
 
 import onebit.zero as deepspeed
 from onebit import HostAdam, Lamb, OnebitAdam
@@ -364,6 +364,36 @@ def test_parameters_of_a_list_of_layers_stand_for_those_of_its_stages() -> None:
     assert {name for name, p in last.named_parameters() if not p.requires_grad} == {"layers.1.bias"}
     with pytest.raises(AttributeError, match="it is a list of layers, and each rank builds its own"):
         net.apply(print)
+
+
+def pair(inputs: tuple) -> tuple:
+    x, mask = inputs
+    return 2 * x, mask
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor, scale: float = 3.0) -> tuple[Tensor, Tensor]:
+        return scale * x * mask, mask
+
+
+def scaled_by(factor: nn.Module, inputs: tuple) -> tuple:
+    return factor(inputs[0]), inputs[1]
+
+
+@pytest.mark.parametrize("interval", [0, 1, 3])
+def test_a_layer_gets_a_tuple_as_its_signature_asks(interval: int) -> None:
+    """Whole, as DeepSpeed passes it, to one parameter; by element to several; and never as one of two readings."""
+    tied = TiedLayerSpec("a", nn.Linear, 2, 2, forward_fn=scaled_by)
+    given = [pair, Masked(), nn.Identity(), tied, torch.autocast("cpu")(pair), lambda x, mask: (x, mask),
+             lambda inputs: (inputs[0],), nn.ReLU()]  # fmt: skip
+    options = {"loss_fn": nn.functional.mse_loss, "activation_checkpoint_interval": interval}
+    (stage,) = PipelineModule(given, **options).stages([range(len(given))])  # type: ignore[arg-type]
+    x, mask = torch.randn(5, 2), torch.rand(5, 2) > 0.5
+    assert torch.equal(stage(x, mask), (2 * stage.tied["a"](6 * x * mask)).relu())
+    for unclear in (lambda *inputs: inputs, lambda x, mask=None: x, torch.add):
+        (stage,) = PipelineModule([pair, unclear], loss_fn=nn.functional.mse_loss).stages([range(2)])
+        with pytest.raises(TypeError, match=r"layer 1 \(.*\) gets a tuple of 2, and could take it as one argument or"):
+            stage(x, mask)
 
 
 @pytest.mark.parametrize(

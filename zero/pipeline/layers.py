@@ -15,9 +15,11 @@ neither depends on the number of stages. `run.py` runs the stages.
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NoReturn, cast
 
 import torch
@@ -92,16 +94,20 @@ Layer = LayerSpec | nn.Module | Call
 class Stage(nn.Module):
     """Consecutive layers. `calls` lists them in order: modules of the two dicts, or functions.
 
-    The activations of `interval` calls at a time are recomputed in the backward pass; 0 keeps all.
+    The activations of `interval` calls at a time are recomputed in the backward pass; 0 keeps all. `first` is the place
+    of the first in the whole list, for errors.
     """
 
-    def __init__(self, layers: nn.ModuleDict, tied: nn.ModuleDict, calls: Sequence[Call], interval: int):
+    def __init__(
+        self, layers: nn.ModuleDict, tied: nn.ModuleDict, calls: Sequence[Call], interval: int, first: int = 0
+    ):
         super().__init__()
         self.layers, self.tied = layers, tied
-        self._calls, self._interval = list(calls), interval
+        self._calls = [(first + k, call, takes_tuple(call)) for k, call in enumerate(calls)]
+        self._interval = interval
 
     def forward(self, *inputs: object) -> object:
-        """Run the layers in sequence. A tuple is passed on as several arguments."""
+        """Run the layers in sequence. `takes_tuple` decides how a layer gets a tuple; a tuple of one is its element."""
         interval = self._interval if self.training and torch.is_grad_enabled() else 0
         if interval == 0:
             return _run(self._calls, *inputs)
@@ -138,10 +144,35 @@ def parts_of(model: nn.Module) -> Sequence[nn.Module]:
     return model.parts if isinstance(model, Stages) else (model,)
 
 
-def _run(calls: Sequence[Call], *inputs: object) -> object:
+def takes_tuple(call: Call) -> bool | None:
+    """Whether a layer gets a tuple as its one argument, as DeepSpeed's layers do, or else one argument per element.
+
+    The signature decides. A single positional parameter gets the tuple: `forward(self, inputs)`. Two or more without a
+    default get its elements: `forward(self, x, mask)`. None: it could be both, as in `forward(self, x, mask=None)` and
+    `forward(self, *inputs)`, or is unknown, as for some functions of torch.
+    """
+    try:
+        parameters = inspect.signature(call.forward if isinstance(call, nn.Module) else call).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if sum(p.default is p.empty for p in positional) > 1:
+        return False
+    return True if len(positional) == 1 and all(p.kind is not p.VAR_POSITIONAL for p in parameters) else None
+
+
+def _run(calls: Sequence[tuple[int, Call, bool | None]], *inputs: object) -> object:
     value: object = inputs
-    for call in calls:
-        value = call(*value) if isinstance(value, tuple) else call(value)
+    for k, call, gets_tuple in calls:
+        if isinstance(value, tuple) and len(value) == 1:  # between stages the two are the same
+            (value,) = value
+        if isinstance(value, tuple) and gets_tuple is None:
+            raise TypeError(
+                f"layer {k} ({_kind(call)}) gets a tuple of {len(value)}, and could take it as one argument or as "
+                f"{len(value)}; give it one parameter, forward(self, inputs), for the tuple, or a parameter without "
+                "default for each element"
+            )
+        value = call(*value) if isinstance(value, tuple) and not gets_tuple else call(value)
     return value
 
 
@@ -150,6 +181,10 @@ class PipelineModule:
 
     The first layer gets a micro-batch's inputs; the last one's output goes to the loss. All ranks construct it with
     the same arguments, and each builds only the layers of its stages in `initialize`.
+
+    What a layer returns is the next one's input: a tensor, or a tuple of tensors. A layer with one parameter gets the
+    tuple, as in DeepSpeed (`forward(self, inputs)`); one with several gets its elements (`forward(self, x, mask)`). If
+    the signature allows both, the first tuple raises TypeError. A tuple of one is passed as its element.
 
     Args:
         layers: LayerSpecs, modules (already built, on every rank), or functions without parameters.
@@ -274,7 +309,7 @@ class PipelineModule:
                 calls.append(named[str(k)])
             else:
                 calls.append(layer)
-        return Stage(named, tied, calls, self.activation_checkpoint_interval)
+        return Stage(named, tied, calls, self.activation_checkpoint_interval, layers.start)
 
     def cut(self, stages: int, method: str | None = None) -> list[range]:
         """The layers of each stage.
@@ -417,13 +452,13 @@ def balance(weights: Sequence[float], parts: int) -> list[range]:
 
 
 def _tied_call(layer: TiedLayerSpec, module: nn.Module) -> Call:
-    if layer.forward_fn is None:
-        return module
-    return lambda *inputs: layer.forward_fn(module, *inputs)  # type: ignore[misc]
+    return module if layer.forward_fn is None else partial(layer.forward_fn, module)
 
 
 def _kind(layer: Layer) -> str:
-    return layer.kind if isinstance(layer, LayerSpec) else type(layer).__name__
+    if isinstance(layer, LayerSpec):
+        return layer.kind
+    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", "a function")
 
 
 def _kinds(layers: Sequence[Layer]) -> str:
