@@ -25,6 +25,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 
 from ..comm import Transport
 from ..comm.messages import call_of_all, gather_bytes
@@ -108,7 +109,8 @@ class Engine:
         self.form, self.module, self.config, self.grid = form, form.module, form.config, form.grid
         self.optimizer, self.sharding, self.scheduler, self.loader = form.optimizer, form.sharding, scheduler, loader
         self._loss_fn, self.active_features = loss_fn, features
-        self._batches: Iterator[pipeline.Batch] | None = None
+        self._batches: Iterator[pipeline.Batch] | None = None  # the loader's, from epoch to epoch
+        self._given_batches: Iterator[pipeline.Batch] | None = None  # which come before the loader's
         self.pipeline: pipeline.Pipeline | None = None
         self.fp16_scale: LossScale = loss_scale(self.config.fp16)
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
@@ -311,38 +313,101 @@ class Engine:
         return loss
 
     @every_rank
-    def eval_batch(self, data_iter: Iterator[pipeline.Batch] | None = None) -> Tensor:
-        """Return the mean loss over as many micro-batches as a step has, without training. Arguments: `train_batch`."""
-        batches, was_training = self._take_batches(data_iter), self.module.training
+    def eval_batch(
+        self,
+        data_iter: Iterator[pipeline.Batch] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Return the mean loss over as many micro-batches as a step has, without training. All ranks.
+
+        With compute_loss=False, reduce_output=None it is inference: the outputs of all micro-batches.
+
+        Args:
+            data_iter: As in `train_batch`.
+            return_logits: Return a pair; its second element is the output of the last micro-batch. Default False.
+            compute_loss: False: outputs take the place of losses, and need no targets. Default True.
+            reduce_output: "avg" for the mean over micro-batches and ranks, None for a list, of this rank's
+                micro-batches. Default "avg".
+            bcast_loss: Whether the mean loss goes to all stages; outputs and lists do not. Default True.
+            num_micro_batches: Number of micro-batches. Default None: that of a step.
+
+        Returns:
+            The mean or the list, or a pair. What only the last stage knows is None on the ranks of other stages.
+
+        Raises:
+            ValueError: A list of losses is to go to all stages; reduce_output is unknown; or as `train_batch`.
+        """
+        if reduce_output not in ("avg", None):
+            raise ValueError(f'reduce_output must be "avg" or None, got {reduce_output!r}')
+        if reduce_output is None and compute_loss and bcast_loss:
+            raise ValueError(
+                "reduce_output=None gives a list of losses, which stays on the last stage: pass bcast_loss=False"
+            )
+        batches, was_training = self._take_batches(data_iter, num_micro_batches), self.module.training
+        last: object = None
+
+        def judge(output: object, target: object) -> object:
+            nonlocal last
+            last = output if return_logits else None
+            return cast(Loss, self._loss_fn)(output, target).float() if compute_loss else output
+
         self.eval()
         try:
             if self.pipeline is not None:
-                mine = self.pipeline.evaluate(batches)
+                found = self.pipeline.evaluate(batches, judge)
             else:
                 with torch.no_grad():
-                    losses = [cast(Loss, self._loss_fn)(self(*_several(inputs)), target) for inputs, target in batches]
-                mine = torch.stack([loss.float() for loss in losses]).mean()
+                    found = [judge(self(*_several(inputs)), target) for inputs, target in batches]
         finally:
             self.train(was_training)
-        loss = self._mean_loss(mine, self.grid.world)
+        result: object = found
+        if reduce_output == "avg":
+            mean = None if found is None else tree_map(lambda *each: sum(each) / len(each), *found)
+            if compute_loss:
+                loss = self._mean_loss(mean, self.grid.world)
+                result = None if found is None and not bcast_loss else loss
+            else:
+                result = tree_map(self._mean_of_replicas, mean)
         self.sharding.release()
-        return loss
+        return (result, last) if return_logits else result
 
-    def _take_batches(self, data_iter: Iterator[pipeline.Batch] | None) -> list[pipeline.Batch]:
+    def _mean_of_replicas(self, x: Tensor | None) -> Tensor | None:
+        """Return the mean over the ranks that read different data."""
+        if x is not None:
+            for axis in ("replica", "shard"):
+                self.grid.transports[axis].all_reduce(x).wait()
+            x /= self.grid.data[1]
+        return x
+
+    def _take_batches(
+        self, data_iter: Iterator[pipeline.Batch] | None, count: int | None = None
+    ) -> list[pipeline.Batch]:
+        """Read micro-batches onto this rank's device, their inputs in the computing dtype."""
         if self._loss_fn is None:
             raise RuntimeError("train_batch() needs a model that knows its loss: a PipelineModule")
         source = data_iter if data_iter is not None else self._own_batches()
-        count = self.config.gradient_accumulation_steps
-        batches = list(islice(source, count))
-        if len(batches) < count:
+        count = self.config.gradient_accumulation_steps if count is None else count
+        batches = list(islice(source, max(count, 0)))
+        if not 0 < count == len(batches):
             raise ValueError(f"a step has {count} micro-batches, the iterator gave {len(batches)}")
-        return batches
+        return [self._placed(inputs, target) for inputs, target in batches]
+
+    def _placed(self, inputs: object, target: object) -> pipeline.Batch:
+        inputs, target = tree_map(lambda x: x.to(self.grid.device) if isinstance(x, Tensor) else x, (inputs, target))
+        is_low = self.config.dtype != torch.float32
+        return cast_floats(inputs, self.config.dtype) if is_low else inputs, target
 
     def _own_batches(self) -> Iterator[pipeline.Batch]:
-        """Return the loader's batches, from its current position."""
-        if self.loader is None:
-            raise ValueError("train_batch() has nothing to read: pass data_iter, or training_data to initialize()")
+        """Return the given iterator, or else the loader's batches, from its current position."""
+        if self._given_batches is not None:
+            return self._given_batches
         if self._batches is None:
+            if self.loader is None:
+                raise ValueError("there is nothing to read: pass data_iter, or training_data to initialize()")
             self._batches = forever(self.loader)
         return self._batches
 

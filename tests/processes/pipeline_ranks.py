@@ -142,6 +142,14 @@ def digest(params: Mapping[str, Tensor]) -> bytes:
     return hashlib.sha256(joined).digest()
 
 
+def message(call: object) -> str:
+    try:
+        call()  # type: ignore[operator]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def behaves(folder: str) -> dict:
     """What a pipeline says to inputs that are not as they were, and what it does not take."""
     torch.set_num_threads(1)
@@ -151,13 +159,6 @@ def behaves(folder: str) -> dict:
     grid = made.of(case)
     engine = start(case, grid)
     few, many = (list(islice(pipeline_model.micro_batches(*grid.data, 2, rows), 2)) for rows in (2, 8))
-
-    def message(call: object) -> str:
-        try:
-            call()  # type: ignore[operator]
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
 
     first = engine.eval_batch(iter(few))
     trained = engine.train_batch(iter(few))
@@ -250,6 +251,99 @@ def moves(folder: str, optimizers: Sequence[str]) -> dict:
             facts[f"{name} {k}"] = [losses[0][SAVED:], losses[1]]
     made.close()
     return facts
+
+
+class OfOneTuple(nn.Module):
+    """A layer as DeepSpeed's scripts write it: one argument, a tuple with a mask in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, mask = inputs
+        return x + torch.tanh(self.linear(x)) * mask[:, None], mask
+
+
+class OfTwo(OfOneTuple):
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward((x, mask))
+
+
+def loss_of_tuples(output: tuple[Tensor, Tensor], labels: tuple[Tensor, Tensor]) -> Tensor:
+    """Labels of two shapes, of which the second has no rows."""
+    (x, mask), (y, weight) = output, labels
+    return weight * ((x - y).square() * mask[:, None]).mean()
+
+
+def tuple_batches(count: int) -> list[tuple]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        ([torch.randn(4, 3, generator=generator), torch.rand(4, generator=generator) > 0.3],
+         [torch.randn(4, 3, generator=generator), torch.tensor(1.0 + k)])
+        for k in range(count)
+    ]  # fmt: skip
+
+
+def takes_tuples() -> dict:
+    """Layers, inputs and labels that are tuples, on 1, 2 and 4 stages, and all that eval_batch() gives."""
+    torch.set_num_threads(1)
+    init("gloo", levels=1)
+    made, facts, data = Grids(), {}, tuple_batches(4)
+
+    def model() -> zero.PipelineModule:
+        specs = [zero.LayerSpec(kind) for kind in (OfOneTuple, OfTwo, OfOneTuple, OfOneTuple)]
+        return zero.PipelineModule(specs, loss_fn=loss_of_tuples, partition_method="uniform")
+
+    (net,) = model().stages([range(4)])
+    optimizer, losses = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0), []
+    with torch.no_grad():
+        outputs = [net(*inputs) for inputs, _ in data]
+    facts["expected outputs"] = [[x.tolist() for x in output] for output in outputs]
+    facts["expected losses"] = [float(loss_of_tuples(o, labels)) for o, (_, labels) in zip(outputs, data, strict=True)]
+    for _ in range(3):
+        step = [loss_of_tuples(net(*inputs), labels) / 4 for inputs, labels in data]
+        losses.append(float(sum(step)))
+        sum(step).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    facts["expected"] = losses
+    for name, pipe, block in (("one", 1, {}), ("two", 2, {}), ("four", 2, {"schedule": "interleaved"})):
+        case = {"optimizer": "AdamW", "pipe": pipe, "pipeline": block, "micro_batches": 4}
+        grid = made.of(case)
+        config = config_of(case, grid.data[1])
+        config["optimizer"]["params"]["weight_decay"] = 0.0
+        engine = zero.initialize(model=model(), config=config, grid=grid)[0]
+        found: dict = {"is last": engine.is_last_stage()}
+        for key, options in EVALUATIONS.items():
+            found[key] = as_lists(engine.eval_batch(iter(data), **options))
+        found["refused"] = message(lambda e=engine: e.eval_batch(iter(data), reduce_output=None))
+        found["unread"] = message(engine.train_batch)
+        engine.set_dataloader(data)
+        found["losses"] = [float(engine.train_batch()) for _ in range(2)]
+        engine.set_dataiterator(iter(data))
+        found["losses"].append(float(engine.train_batch()))
+        found["at the end"] = message(engine.train_batch)
+        facts[name] = found
+    made.close()
+    return facts
+
+
+EVALUATIONS: Mapping[str, dict] = {
+    "mean": {},
+    "mean of last": {"bcast_loss": False},
+    "of one": {"num_micro_batches": 1},
+    "of two": {"num_micro_batches": 2, "return_logits": True},
+    "each loss": {"reduce_output": None, "bcast_loss": False},
+    "outputs": {"reduce_output": None, "compute_loss": False},
+    "mean output": {"compute_loss": False},
+}
+
+
+def as_lists(x: object) -> object:
+    if isinstance(x, Tensor):
+        return x.tolist()
+    return [as_lists(each) for each in x] if isinstance(x, tuple | list) else x
 
 
 def untrained_stage() -> str:

@@ -327,6 +327,34 @@ def test_all_stages_skip_what_one_cannot_take(behaviour: list[dict]) -> None:
     assert [facts["one rank's nan is skipped by all"] for facts in behaviour] == [1] * 4
 
 
+def test_tuples_go_through_any_number_of_stages() -> None:
+    """Inputs, what layers hand on, outputs and labels; the oracle is a plain loop over the layers."""
+    for facts in run_torchrun(2, pipeline_ranks.takes_tuples, timeout_s=110).check().results:
+        assert isinstance(facts, dict)
+        expected, outputs = facts["expected losses"], facts["expected outputs"]
+        mean = sum(expected) / 4
+        for stages in ("one", "two", "four"):
+            found, is_last = facts[stages], facts[stages]["is last"]
+            assert found["losses"] == pytest.approx(facts["expected"], rel=1e-5)
+            assert found["mean"] == pytest.approx(mean) and found["of one"] == pytest.approx(expected[0])
+            loss, logits = found["of two"]
+            assert loss == pytest.approx((expected[0] + expected[1]) / 2)
+            for name in ("each loss", "outputs", "mean output", "mean of last"):
+                assert (found[name] is not None) == is_last
+            assert (logits is not None) == is_last
+            if is_last:
+                assert found["mean of last"] == pytest.approx(mean)
+                assert found["each loss"] == pytest.approx(expected)
+                close = {"rtol": 1e-6, "atol": 1e-6}
+                for ours, theirs in zip([*found["outputs"], logits], [*outputs, outputs[1]], strict=True):
+                    torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(theirs[0]), **close)
+                    assert ours[1] == theirs[1]
+                of_x = torch.tensor([output[0] for output in outputs]).mean(0)
+                torch.testing.assert_close(torch.tensor(found["mean output"][0]), of_x, **close)
+            assert "stays on the last stage: pass bcast_loss=False" in found["refused"]
+            assert "pass data_iter" in found["unread"] and "the iterator gave 0" in found["at the end"]
+
+
 def test_a_stage_with_nothing_to_train_is_named_by_all() -> None:
     said = run_torchrun(2, pipeline_ranks.untrained_stage, timeout_s=60).check().results
     assert all(str(text).startswith("pipeline stage 0 has nothing to train") for text in said)

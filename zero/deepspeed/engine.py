@@ -37,6 +37,7 @@ from ..features.data_efficiency import DataEfficiency
 from ..pipeline.run import Batch
 from .comm import get_local_rank
 from .names import ENGINE, REFUSED, SWITCHED_OFF, why_not
+from .utils import RepeatingLoader
 
 log = logging.getLogger(__name__)
 
@@ -237,13 +238,13 @@ class DeepSpeedEngine(Engine):
         """Whether this rank computes the loss."""
         return self.pipeline is None or self.pipeline.is_last
 
-    def set_dataiterator(self, iterator: Iterator[Batch]) -> None:
-        """Set the iterator that train_batch() and eval_batch() read if they get none.
+    def set_dataiterator(self, iterator: Iterator[Batch] | None) -> None:
+        """Set the iterator that train_batch() and eval_batch() read if they get none, also after load_checkpoint().
 
         Args:
-            iterator: Iterator of batches.
+            iterator: Iterator of batches; None: the loader of initialize() again.
         """
-        self._batches = iterator
+        self._given_batches = iterator
 
     def set_dataloader(self, loader: Iterable[Batch]) -> None:
         """Set a loader that train_batch() and eval_batch() read if they get no iterator, epoch after epoch.
@@ -251,12 +252,7 @@ class DeepSpeedEngine(Engine):
         Args:
             loader: An iterable of batches.
         """
-
-        def forever() -> Iterator[Batch]:
-            while True:
-                yield from loader
-
-        self._batches = forever()
+        self._given_batches = iter(RepeatingLoader(loader))
 
     def reset_activation_shape(self) -> None:
         """Does nothing: shapes may change with each step."""

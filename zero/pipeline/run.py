@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Protocol, TypedDict
+from typing import Protocol, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ _MULTI = ("interleaved", "zero-bubble", "zbv")
 SPLIT_BACKWARD = ("zero-bubble", "zbv")
 
 Batch = tuple[object, object]
+R = TypeVar("R")
 
 
 def chunks_of(settings: Pipelining) -> int:
@@ -165,7 +166,7 @@ def _ties_ends(model: PipelineModule) -> bool:
 
 
 class _Judged(TypedDict, total=False):
-    """What the last stage gets besides its inputs: the targets, and a list for its losses."""
+    """What the last stage gets besides its inputs: the numbers of the micro-batches, and a list for their losses."""
 
     target: Tensor
     losses: list[Tensor]
@@ -191,8 +192,10 @@ class Pipeline:
         self.micro_batches = config.gradient_accumulation_steps
         self._sharding = sharding
         self._transport = grid.transports["pipe"]
-        self._loss_fn, self._device = loss_fn, grid.device
+        self._loss_fn = self._judge = loss_fn
+        self._device = grid.device
         self._scale = 1.0
+        self._targets: list[object] = []  # of the step's micro-batches
         self._schedules: dict[tuple[object, ...], Schedule] = {}
         self._driven: list[CompressedStage] = []
 
@@ -226,40 +229,61 @@ class Pipeline:
             PeerError: A peer is lost.
         """
         self._scale = scale / self.micro_batches
-        return self._drive(batches, trains=True)
+        losses = self._drive(batches, trains=True)
+        return torch.stack([loss.float() for loss in losses]).sum() / (self._scale * len(losses)) if losses else None
 
-    def evaluate(self, batches: Sequence[Batch]) -> Tensor | None:
-        """The micro-batches' mean loss, forward only. Otherwise as `run`.
+    def evaluate(self, batches: Sequence[Batch], judge: Callable[[object, object], R]) -> list[R] | None:
+        """What `judge` returns for each micro-batch, forward only; any number of them. Otherwise as `run`.
+
+        Args:
+            batches: The micro-batches.
+            judge: Called with an output and a target, on the ranks with the last stage.
+
+        Returns:
+            A list on the ranks with the last stage, None on others.
 
         Raises:
             RuntimeError: The schedule is "zbv", which has no such form.
+            ValueError: The schedule does not take this number of micro-batches.
         """
         if self.settings.schedule == "zbv":
             raise RuntimeError(
                 "torch.distributed.pipelining has no forward-only form of the schedule 'zbv' (torch 2.13); evaluate in "
                 "a run with another schedule, from a checkpoint of this one"
             )
-        self._scale = 1.0 / self.micro_batches
-        with torch.no_grad():
-            return self._drive(batches, trains=False)
+        found: list[R] = []
 
-    def _drive(self, batches: Sequence[Batch], *, trains: bool) -> Tensor | None:
-        inputs, targets = _columns(batches)
-        key = (trains, *(_shape(x) for x in (*inputs, targets)))
+        def note(output: object, target: object) -> Tensor:
+            found.append(judge(output, target))
+            return torch.zeros((), dtype=torch.float32, device=self._device)
+
+        self._judge = note
+        try:
+            with torch.no_grad():
+                self._drive(batches, trains=False)
+        finally:
+            self._judge = self._loss_fn
+        return found if self.is_last else None
+
+    def _drive(self, batches: Sequence[Batch], *, trains: bool) -> list[Tensor]:
+        """Run the micro-batches. The scaled loss of each, on the ranks with the last stage; empty on others."""
+        inputs = _columns(batches)
+        self._targets = [target for _, target in batches]
+        key = (trains, len(batches), *map(_shape, inputs))
         if key not in self._schedules:
-            self._schedules[key] = self._schedule(trains)
+            self._schedules[key] = self._schedule(trains, len(batches))
         losses: list[Tensor] = []
         schedule = self._schedules[key]
-        given = _Judged(target=targets, losses=losses) if self.is_last else _Judged()
+        # torch divides a target by rows; the numbers of the micro-batches leave targets of any kind as they are.
+        numbers = torch.arange(len(batches), device="cpu")
+        given = _Judged(target=numbers, losses=losses) if self.is_last else _Judged()
         drive = schedule.step if trains else schedule.eval
         with self._naming_peers():
             drive(*(inputs if self.is_first else ()), **given)
         self._sharding.release()
-        if not losses:
-            return None
-        return torch.stack([loss.detach().float() for loss in losses]).sum() / (self._scale * len(losses))
+        return [loss.detach() for loss in losses]
 
-    def _schedule(self, trains: bool) -> Schedule:
+    def _schedule(self, trains: bool, micro_batches: int) -> Schedule:
         """A schedule for micro-batches of one shape, because torch's stages keep the buffers of the first shape."""
         settings, group = self.settings, self._transport.group
         reduces_each = self._sharding.reduces_in_pipeline and settings.schedule not in SPLIT_BACKWARD
@@ -277,12 +301,13 @@ class Pipeline:
             for number, module in sorted(self.stages.items())
         ]
         self._driven += stages
-        kind = SCHEDULES[settings.schedule]
+        # Forward only, 1F1B is GPipe, which also takes fewer micro-batches than there are stages.
+        kind = SCHEDULES["gpipe" if settings.schedule == "1f1b" and not trains else settings.schedule]
         given = stages if settings.schedule in _MULTI else stages[0]
-        return kind(given, self.micro_batches, loss_fn=self._loss, scale_grads=False)
+        return kind(given, micro_batches, loss_fn=self._loss, scale_grads=False)
 
-    def _loss(self, output: object, target: object) -> Tensor:
-        return self._loss_fn(output, target).float() * self._scale
+    def _loss(self, output: object, number: Tensor) -> Tensor:
+        return self._judge(output, self._targets[int(number)]).float() * self._scale
 
     @contextmanager
     def _naming_peers(self) -> Iterator[None]:
@@ -301,23 +326,22 @@ class _Reducing(nn.Module):
         return self.stage(*inputs)
 
 
-def _columns(batches: Sequence[Batch]) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The concatenated inputs and targets of all micro-batches.
+def _columns(batches: Sequence[Batch]) -> tuple[Tensor, ...]:
+    """The inputs of all micro-batches, concatenated.
 
     Raises:
         ValueError: They differ in shape.
         TypeError: An input is no tensor with a batch dimension.
     """
-    rows = [(_tensors(inputs), target) for inputs, target in batches]
-    shapes = {(*map(_shape, inputs), _shape(target)) for inputs, target in rows}
+    rows = [_tensors(inputs) for inputs, _ in batches]
+    shapes = {tuple(map(_shape, inputs)) for inputs in rows}
     if len(shapes) > 1:
         found = ", ".join(map(str, sorted(shapes)))
         raise ValueError(
             f"the micro-batches of a step must have one shape in a pipeline, got {found}; "
             "drop the last, incomplete batch (dataloader_drop_last), or pad it"
         )
-    inputs = tuple(torch.cat(column) for column in zip(*(inputs for inputs, _ in rows), strict=True))
-    return inputs, torch.cat([target for _, target in rows])  # type: ignore[misc]
+    return tuple(torch.cat(column) for column in zip(*rows, strict=True))
 
 
 def _tensors(inputs: object) -> tuple[Tensor, ...]:
