@@ -667,8 +667,8 @@ class Engine:
             )
         if exclude_frozen_parameters:
             raise ValueError(
-                "exclude_frozen_parameters=True is for save_checkpoint; of engine.module_state_dict(True) write the "
-                "weights with safetensors.torch.save_file"
+                "exclude_frozen_parameters=True is for save_checkpoint; write the weights of engine.module_state_dict("
+                "exclude_frozen_parameters=True) with safetensors.torch.save_file"
             )
         self.synchronise()
         self._export(Path(save_dir) / save_filename if max_file_bytes is None else Path(save_dir), max_file_bytes)

@@ -1,11 +1,14 @@
 """Public names of DeepSpeed 0.19.6 (edaa722): what its engine and its module have, as its source defines them.
 
-Of the engine: methods of DeepSpeedEngine and attributes that it sets, methods of PipelineEngine beside these.
+Of the engine: methods of DeepSpeedEngine and attributes that it sets, methods of PipelineEngine beside these. Then the
+arguments of functions that are here, too.
 """
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 
 
 def names_in(text: str) -> list[str]:
@@ -94,3 +97,124 @@ MODULE = names_in(
     revert_transformer_layer set_autotp_mode set_optimizer_flags tp_model_init version zero
     """
 )
+
+SIGNATURES = """
+    runtime/engine.py ->
+        DeepSpeedEngine.set_train_batch_size(train_batch_size)
+        DeepSpeedEngine.set_data_post_process_func(post_process_func)
+        DeepSpeedEngine.set_custom_curriculum_learning_schedule(schedule_func_dict)
+        DeepSpeedEngine.deepspeed_io(dataset, batch_size, route, pin_memory, data_sampler, collate_fn,
+            num_local_io_workers)
+        DeepSpeedEngine.train(mode)
+        DeepSpeedEngine.forward(*inputs, **kwargs)
+        DeepSpeedEngine.backward(loss, retain_graph, scale_wrt_gas)
+        DeepSpeedEngine.set_gradient_accumulation_boundary(is_boundary)
+        DeepSpeedEngine.step(lr_kwargs)
+        DeepSpeedEngine.module_state_dict(destination, prefix, keep_vars, exclude_frozen_parameters)
+        DeepSpeedEngine.load_module_state_dict(checkpoint, strict, custom_load_fn, fetch_z3_params,
+            z3_params_to_fetch, allowed_missing_keys)
+        DeepSpeedEngine.load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states,
+            load_lr_scheduler_states, load_module_only, custom_load_fn)
+        DeepSpeedEngine.save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        DeepSpeedEngine.save_fp16_model(save_dir, save_filename)
+        DeepSpeedEngine.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+    runtime/pipe/engine.py ->
+        PipelineEngine.train_batch(data_iter)
+        PipelineEngine.eval_batch(data_iter, return_logits, compute_loss, reduce_output, bcast_loss,
+            num_micro_batches)
+        PipelineEngine.set_train_batch_size(train_batch_size)
+        PipelineEngine.set_dataloader(loader)
+        PipelineEngine.set_dataiterator(iterator)
+        PipelineEngine.load_module_state_dict(checkpoint, strict, custom_load_fn, fetch_z3_params,
+            z3_params_to_fetch, allowed_missing_keys)
+    __init__.py ->
+        initialize(args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
+            mpu, dist_init_required, collate_fn, config, mesh_param, config_params)
+        add_config_arguments(parser)
+        init_inference(model, config, **kwargs)
+    runtime/pipe/module.py -> pipe
+        LayerSpec.__init__(typename, *module_args, **module_kwargs)
+        LayerSpec.build(log)
+        TiedLayerSpec.__init__(key, typename, *module_args, forward_fn, tied_weight_attr, **module_kwargs)
+        PipelineModule.__init__(layers, num_stages, topology, loss_fn, seed_layers, seed_fn, base_seed,
+            partition_method, activation_checkpoint_interval, activation_checkpoint_func, checkpointable_layers,
+            dynamic_shape)
+    runtime/zero/partition_parameters.py -> zero
+        Init.__init__(module, data_parallel_group, mem_efficient_linear, remote_device, pin_memory,
+            config_dict_or_path, config, enabled, dtype, mpu, zero_param_parallel_group, zero_quantized_weights,
+            zero_quantized_nontrainable_weights, sequence_data_parallel_group, param_swapper, tensor_overrides)
+        GatheredParameters.__init__(params, modifier_rank, fwd_module, enabled)
+    utils/tensor_fragment.py -> utils
+        safe_get_full_fp32_param(param)
+        safe_set_full_fp32_param(param, value)
+        safe_get_full_optimizer_state(param, optim_state_key)
+        safe_set_full_optimizer_state(param, value, optim_state_key)
+        safe_get_full_grad(param)
+        safe_set_full_grad(param, value)
+        safe_get_local_grad(param)
+        safe_get_local_fp32_param(param)
+        safe_get_local_optimizer_state(param, optim_state_key)
+    utils/logging.py -> utils
+        log_dist(message, ranks, level)
+    runtime/dataloader.py -> utils
+        RepeatingLoader.__init__(loader)
+    runtime/activation_checkpointing/checkpointing.py -> checkpointing
+        non_reentrant_checkpoint(function, *args)
+        checkpoint(function, *args, **kwargs)
+        configure(mpu_, deepspeed_config, partition_activations, contiguous_checkpointing, num_checkpoints,
+            checkpoint_in_cpu, synchronize, profile)
+    ops/adam/fused_adam.py -> ops.adam
+        FusedAdam.__init__(params, lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad,
+            set_grad_none)
+    ops/adam/cpu_adam.py -> ops.adam
+        DeepSpeedCPUAdam.__init__(model_params, lr, bias_correction, betas, eps, weight_decay, amsgrad,
+            adamw_mode, fp32_optimizer_states)
+    ops/lamb/fused_lamb.py -> ops.lamb
+        FusedLamb.__init__(params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay,
+            max_grad_norm, max_coeff, min_coeff, amsgrad)
+    runtime/utils.py -> runtime.utils
+        set_random_seed(seed)
+        see_memory_usage(message, force)
+    compression/compress.py -> compression.compress
+        init_compression(model, deepspeed_config, teacher_model, mpu)
+        redundancy_clean(model, deepspeed_config, mpu)
+    moe/utils.py -> moe.utils
+        split_params_into_different_moe_groups_for_optimizer(param_groups, max_group_size)
+    """
+"""Functions and methods that are here, too: DeepSpeed's file -> onebit.zero's module, and the arguments of each."""
+
+ABSENT: dict[str, tuple[str, ...]] = {
+    "DeepSpeedEngine.load_checkpoint": ("custom_load_fn",),
+    "DeepSpeedEngine.load_module_state_dict": ("allowed_missing_keys",),
+    "PipelineEngine.load_module_state_dict": ("allowed_missing_keys",),
+    "Init.__init__": (
+        "zero_param_parallel_group", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
+        "sequence_data_parallel_group", "param_swapper", "tensor_overrides",
+    ),
+}  # fmt: skip
+"""Last arguments that are not here."""
+
+
+def signatures() -> Iterator[tuple[str, str, str, list[str]]]:
+    """DeepSpeed's file, our module, a function's name and its arguments, as in the table."""
+    source = module = ""
+    for line in re.sub(r"\n {12}", " ", SIGNATURES).strip().splitlines():
+        if "->" in line:
+            source, _, module = (part.strip() for part in line.partition("->"))
+        else:
+            name, _, arguments = line.strip().removesuffix(")").partition("(")
+            yield source, module, name, arguments.split(", ")
+
+
+def arguments_in(source: str, name: str) -> list[str]:
+    """The arguments of a function, or of "Class.method" without self, as the source text defines it."""
+    found: ast.AST = ast.parse(source)
+    for part in name.split("."):
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        found = next(node for node in found.body if isinstance(node, kinds) and node.name == part)  # type: ignore[attr-defined]
+    assert isinstance(found, ast.FunctionDef)
+    given = found.args
+    plain = [arg.arg for arg in (*given.posonlyargs, *given.args)]
+    rest = [f"*{given.vararg.arg}"] if given.vararg else ["*"] * bool(given.kwonlyargs)
+    named = [arg.arg for arg in given.kwonlyargs] + ([] if given.kwarg is None else [f"**{given.kwarg.arg}"])
+    return [*(plain[1:] if "." in name else plain), *rest, *named]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import itertools
 import logging
 from importlib import import_module
 from pathlib import Path
@@ -75,6 +78,37 @@ def test_every_name_is_in_one_row_and_no_reason_is_missing() -> None:
         "enable_need_reduction",
         "summary_writer",
     }  # fmt: skip  (those of older releases)
+
+
+# ---------------------------------------------------------------- signatures
+
+
+@pytest.mark.parametrize(("_", "module", "name", "theirs"), list(deepspeed_names.signatures()))
+def test_arguments_have_deepspeeds_names_and_order(_: str, module: str, name: str, theirs: list[str]) -> None:
+    """So that a call by position means the same. What is here alone is passed by name."""
+    place: object = import_module(f"onebit.zero.{module}" if module else "onebit.zero")
+    for part in name.removesuffix(".__init__").split("."):
+        place = DeepSpeedEngine if part == "PipelineEngine" else getattr(place, part)
+    shown = list(inspect.signature(place).parameters.values())  # type: ignore[arg-type]
+    ours = [p.name for p in shown if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
+    absent = deepspeed_names.ABSENT.get(name, ())
+    by_place = list(itertools.takewhile(lambda argument: not argument.startswith("*"), theirs))
+    assert (*ours, *absent) == tuple(by_place)
+    assert {argument for argument in theirs if not argument.startswith("*")} <= {p.name for p in shown} | set(absent)
+    kinds = {p.kind for p in shown}
+    assert (inspect.Parameter.VAR_KEYWORD in kinds) >= any(argument.startswith("**") for argument in theirs)
+
+
+def test_the_table_of_signatures_is_deepspeeds() -> None:
+    found = importlib.util.find_spec("deepspeed")
+    version = importlib.metadata.version("deepspeed") if found else "none"
+    if found is None or not version.startswith("0.19.6"):
+        pytest.skip(
+            f"compares the table with the source of DeepSpeed 0.19.6, which is not installed (found: {version})"
+        )
+    root = Path(str(found.origin)).parent
+    for source, _, name, theirs in deepspeed_names.signatures():
+        assert deepspeed_names.arguments_in((root / source).read_text(), name) == theirs, (source, name)
 
 
 class Bare(DeepSpeedEngine):
@@ -386,7 +420,9 @@ def test_a_layer_gets_a_tuple_as_its_signature_asks(interval: int) -> None:
     tied = TiedLayerSpec("a", nn.Linear, 2, 2, forward_fn=scaled_by)
     given = [pair, Masked(), nn.Identity(), tied, torch.autocast("cpu")(pair), lambda x, mask: (x, mask),
              lambda inputs: (inputs[0],), nn.ReLU()]  # fmt: skip
-    options = {"loss_fn": nn.functional.mse_loss, "activation_checkpoint_interval": interval}
+    recompute = deepspeed.checkpointing.checkpoint if interval == 3 else None
+    options = {"loss_fn": nn.functional.mse_loss, "activation_checkpoint_interval": interval,
+               "activation_checkpoint_func": recompute}  # fmt: skip
     (stage,) = PipelineModule(given, **options).stages([range(len(given))])  # type: ignore[arg-type]
     x, mask = torch.randn(5, 2), torch.rand(5, 2) > 0.5
     assert torch.equal(stage(x, mask), (2 * stage.tied["a"](6 * x * mask)).relu())

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch.utils.checkpoint
 
-__all__ = ["checkpoint", "configure", "is_configured", "reset"]
+__all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
 
 
-def checkpoint(function: Callable[..., object], *args: object) -> object:
-    """Call function(*args) without keeping activations: torch.utils.checkpoint, non-reentrant.
+def checkpoint(function: Callable[..., object], *args: object, **kwargs: object) -> object:
+    """Call function(*args, **kwargs) without keeping activations: torch.utils.checkpoint, non-reentrant.
 
     Args:
         function: A part of the model.
         *args: Its inputs.
+        **kwargs: Its named inputs.
 
     Returns:
         Its outputs.
     """
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+    return torch.utils.checkpoint.checkpoint(partial(function, **kwargs), *args, use_reentrant=False)
+
+
+non_reentrant_checkpoint = checkpoint
 
 
 def configure(

@@ -92,19 +92,20 @@ class DeepSpeedEngine(Engine):
     def backward(  # type: ignore[override]
         self,
         loss: Tensor,
-        allreduce_gradients: bool = True,
-        release_loss: bool = False,
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
+        *,
+        allreduce_gradients: bool = True,
+        release_loss: bool = False,
     ) -> Tensor:
         """Add the loss's gradients, times the loss scale, and return the loss.
 
         Args:
             loss: A tensor of one element.
-            allreduce_gradients: Must be True; accumulate in `no_sync()` instead. Default True.
-            release_loss: Without effect.
             retain_graph: As in torch. Default False.
             scale_wrt_gas: Whether to divide by the micro-batches of a step. Default True.
+            allreduce_gradients: Must be True; accumulate in `no_sync()` instead. Default True.
+            release_loss: Without effect, as in older releases of DeepSpeed. Default False.
 
         Raises:
             TypeError: loss is not a tensor of one element.
@@ -347,7 +348,10 @@ class DeepSpeedEngine(Engine):
         dataset: Dataset[object],
         batch_size: int | None = None,
         route: str = "train",
+        pin_memory: bool | None = None,
+        data_sampler: None = None,
         collate_fn: object = None,
+        num_local_io_workers: int | None = None,
         **options: object,
     ) -> Loader:
         """A loader of this rank's share of a dataset. With the route "train" it is shuffled, or follows the curriculum.
@@ -356,10 +360,23 @@ class DeepSpeedEngine(Engine):
             dataset: The dataset.
             batch_size: Samples of a micro-batch. Default None: the configuration's, which a curriculum requires.
             route: "train", or another name for evaluation data. Default "train".
+            pin_memory: As in DataLoader. Default None: True on CUDA.
+            data_sampler: Must be None; a loader with a sampler is torch's DataLoader.
             collate_fn: As in DataLoader. Default None.
-            **options: Options of DataLoader.
+            num_local_io_workers: DataLoader's num_workers. Default None: 0.
+            **options: Further options of DataLoader.
+
+        Raises:
+            ValueError: There is a data_sampler, or a batch_size that a curriculum does not have.
         """
-        given: dict[str, Any] = options if collate_fn is None else options | {"collate_fn": collate_fn}
+        if data_sampler is not None:
+            raise ValueError("data_sampler= is not supported: this loader divides the data; make a DataLoader with it")
+        given: dict[str, Any] = {
+            "collate_fn": collate_fn,
+            "num_workers": num_local_io_workers,
+            "pin_memory": self.device.type == "cuda" if pin_memory is None else pin_memory,
+        }
+        given = {name: value for name, value in given.items() if value is not None} | options
         if route == "train" and configured.has_sampler(self.config):
             if batch_size not in (None, self.train_micro_batch_size_per_gpu()):
                 raise ValueError(
@@ -596,31 +613,52 @@ class DeepSpeedEngine(Engine):
     # ---------------------------------------------------------------- weights
 
     @every_rank
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+    def module_state_dict(
+        self,
+        destination: dict[str, Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Tensor]:
         """The module's complete weights and buffers, on the CPU, on every rank. All ranks.
 
         Args:
+            destination: A dict to add them to. Default None: a new one.
+            prefix: What their names begin with. Default "".
+            keep_vars: Must be False: complete weights are copies.
             exclude_frozen_parameters: Whether to leave out parameters without gradients. Default False.
+
+        Raises:
+            ValueError: keep_vars is True.
         """
+        if keep_vars:
+            raise ValueError("keep_vars=True: complete weights are copies; use engine.module.named_parameters()")
         self.synchronise()
         frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        whole = {}
+        whole = {} if destination is None else destination
         for name, x in self.form.weights().items():
             if not (exclude_frozen_parameters and name in frozen):
                 full = x.full_tensor() if hasattr(x, "full_tensor") else x
-                whole[name] = full.detach().to("cpu", copy=True)
+                whole[prefix + name] = full.detach().to("cpu", copy=True)
         return whole
 
     @every_rank
     def load_module_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: object = None
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: object = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: object = None,
     ) -> None:
         """Load complete weights into the module, with any sharding. All ranks, with the same weights.
 
         Args:
-            state_dict: From `module_state_dict`, or {"module": such a dict}.
+            checkpoint: From `module_state_dict`, or {"module": such a dict}.
             strict: Whether names must match exactly. Default True.
             custom_load_fn: Must be None.
+            fetch_z3_params: Without effect: sharded parameters are always loaded. Default False.
+            z3_params_to_fetch: Without effect. Default None.
 
         Raises:
             ValueError: The ranks' names differ, or custom_load_fn is given. On all ranks.
@@ -628,8 +666,8 @@ class DeepSpeedEngine(Engine):
         """
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn= is not supported: change the state dict before you load it")
-        inner = state_dict.get("module")
-        given: dict[str, Any] = dict(inner if isinstance(inner, Mapping) else state_dict)
+        inner = checkpoint.get("module")
+        given: dict[str, Any] = dict(inner if isinstance(inner, Mapping) else checkpoint)
         if len(set(gather_texts(self.grid.world, "\n".join(sorted(given))))) > 1:
             raise ValueError(
                 f"rank {self.global_rank}: the ranks load weights of different names; read the same file on all of them"

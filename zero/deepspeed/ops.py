@@ -27,6 +27,7 @@ def FusedAdam(
     adam_w_mode: bool = True,
     weight_decay: float = 0.0,
     amsgrad: bool = False,
+    set_grad_none: bool = True,
 ) -> torch.optim.Optimizer:
     """AdamW of torch, or Adam without adam_w_mode, under DeepSpeed's name. Its caller averages gradients.
 
@@ -39,6 +40,7 @@ def FusedAdam(
         adam_w_mode: Whether weight decay is decoupled, instead of an L2 term. Default True.
         weight_decay: Weight decay. Default 0.
         amsgrad: Whether to use the running maximum of v, as in torch. Default False.
+        set_grad_none: Without effect: zero_grad() drops gradients, as in torch. Default True.
 
     Raises:
         ValueError: An option is out of its range, or bias_correction is off with amsgrad or an L2 term.
@@ -108,9 +110,12 @@ def FusedLamb(
     bias_correction: bool = True,
     betas: Sequence[float] = (0.9, 0.999),
     eps: float = 1e-8,
+    eps_inside_sqrt: bool = False,
     weight_decay: float = 0.0,
+    max_grad_norm: float = 0.0,
     max_coeff: float = 10.0,
     min_coeff: float = 0.01,
+    amsgrad: bool = False,
 ) -> torch.optim.Optimizer:
     """LAMB for whole parameters. For a sharded model write "Lamb" into the configuration, which adds up layers' norms.
 
@@ -120,13 +125,20 @@ def FusedLamb(
         bias_correction: Whether m and v are corrected for their start from zero. Default True.
         betas: Decay of m and v. Default (.9, .999).
         eps: Added to the denominator. Default 1e-8.
+        eps_inside_sqrt: Must be False.
         weight_decay: Weight decay. Default 0.
+        max_grad_norm: Must be 0: "gradient_clipping" of the configuration clips.
         max_coeff: Largest trust ratio. Default 10.
         min_coeff: Smallest trust ratio. Default .01.
+        amsgrad: Must be False, as in DeepSpeed.
 
     Raises:
-        ValueError: An option is out of its range.
+        ValueError: An option is not available or out of its range.
     """
+    asked = {"eps_inside_sqrt": eps_inside_sqrt, "max_grad_norm": max_grad_norm, "amsgrad": amsgrad}
+    if wanted := [name for name, value in asked.items() if value]:
+        advice = ' and write "gradient_clipping" into the configuration' if wanted[0] == "max_grad_norm" else ""
+        raise ValueError(f"{wanted[0]}={asked[wanted[0]]} is not supported: leave it out{advice}")
     given = LambParams(
         lr=lr,
         bias_correction=bias_correction,

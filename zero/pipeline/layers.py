@@ -16,6 +16,7 @@ neither depends on the number of stages. `run.py` runs the stages.
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+_log = logging.getLogger(__name__)
 
 Loss = Callable[[object, object], Tensor]
 
@@ -46,8 +49,14 @@ class LayerSpec:
             raise TypeError(f"LayerSpec takes a class and the arguments to build it with, got {typename!r}")
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
-    def build(self) -> nn.Module:
-        """Build a new layer."""
+    def build(self, log: bool = False) -> nn.Module:
+        """Build a new layer.
+
+        Args:
+            log: Whether to log it. Default False.
+        """
+        if log:
+            _log.info("building %s", self.kind)
         return self.typename(*self.module_args, **self.module_kwargs)
 
     @property
@@ -94,17 +103,23 @@ Layer = LayerSpec | nn.Module | Call
 class Stage(nn.Module):
     """Consecutive layers. `calls` lists them in order: modules of the two dicts, or functions.
 
-    The activations of `interval` calls at a time are recomputed in the backward pass; 0 keeps all. `first` is the place
-    of the first in the whole list, for errors.
+    The activations of `interval` calls at a time are recomputed in the backward pass; 0 keeps all. `recompute` does it,
+    or torch's checkpoint. `first` is the place of the first in the whole list, for errors.
     """
 
     def __init__(
-        self, layers: nn.ModuleDict, tied: nn.ModuleDict, calls: Sequence[Call], interval: int, first: int = 0
+        self,
+        layers: nn.ModuleDict,
+        tied: nn.ModuleDict,
+        calls: Sequence[Call],
+        interval: int,
+        first: int = 0,
+        recompute: Call | None = None,
     ):
         super().__init__()
         self.layers, self.tied = layers, tied
         self._calls = [(first + k, call, takes_tuple(call)) for k, call in enumerate(calls)]
-        self._interval = interval
+        self._interval, self._recompute = interval, recompute or partial(checkpoint, use_reentrant=False)
 
     def forward(self, *inputs: object) -> object:
         """Run the layers in sequence. `takes_tuple` decides how a layer gets a tuple; a tuple of one is its element."""
@@ -114,7 +129,7 @@ class Stage(nn.Module):
         value: object = inputs
         for k in range(0, len(self._calls), interval):
             calls, several = self._calls[k : k + interval], value if isinstance(value, tuple) else (value,)
-            value = checkpoint(_run, calls, *several, use_reentrant=False)
+            value = self._recompute(partial(_run, calls), *several)
         return value
 
     def blocks(self) -> list[nn.Module]:
@@ -199,6 +214,8 @@ class PipelineModule:
             "time" with equal times, which rank 0 measures on `example`.
         activation_checkpoint_interval: Layers whose activations are recomputed together in the backward pass; 0
             (default) keeps all activations.
+        activation_checkpoint_func: Called with a function and its inputs, to run it and recompute its activations; None
+            (default) for torch's checkpoint, without reentrance.
         checkpointable_layers: Not supported; must be None.
         dynamic_shape: Not supported; must be False. Steps may differ in shape, micro-batches of a step may not.
         example: The inputs of a micro-batch, for partition_method "time"; None by default.
@@ -219,6 +236,7 @@ class PipelineModule:
         base_seed: int = 1234,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Call | None = None,
         checkpointable_layers: None = None,
         dynamic_shape: bool = False,
         *,
@@ -242,6 +260,7 @@ class PipelineModule:
         self.layers, self.loss_fn, self.num_stages = list(layers), loss_fn, num_stages
         self.partition_method = partition_method
         self.activation_checkpoint_interval, self.base_seed = activation_checkpoint_interval, base_seed
+        self.activation_checkpoint_func = activation_checkpoint_func
         self.example = example
         self.is_filled_later = False  # set by `initialize(weights=...)`: specs are then built on "meta"
         self._whole: Stage | None = None
@@ -309,7 +328,8 @@ class PipelineModule:
                 calls.append(named[str(k)])
             else:
                 calls.append(layer)
-        return Stage(named, tied, calls, self.activation_checkpoint_interval, layers.start)
+        interval, recompute = self.activation_checkpoint_interval, self.activation_checkpoint_func
+        return Stage(named, tied, calls, interval, layers.start, recompute)
 
     def cut(self, stages: int, method: str | None = None) -> list[range]:
         """The layers of each stage.
