@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 from pathlib import Path
 
 import torch
 from engine_ranks import bits, net
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import onebit.zero as deepspeed
 from onebit.zero import grid as grids
+from onebit.zero.deepspeed import zero_to_fp32
+from onebit.zero.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
 ONE_BIT = {"compression": "always", "block": 64}
 FORMS = {
@@ -128,6 +132,43 @@ def gathered(mine: bytes) -> list[bytes]:
     return every
 
 
+def in_float32(engine: deepspeed.DeepSpeedEngine) -> list[bool]:
+    """Whether zero_to_fp32 gives the weights of the checkpoint "c", which the engine has: read, loaded, in files."""
+    expected, tools = engine.module_state_dict(), zero_to_fp32
+    read = [tools.get_fp32_state_dict_from_zero_checkpoint("tags", "c")]
+    other = net()
+    for p in other.parameters():
+        nn.init.zeros_(p)
+    read.append(tools.load_state_dict_from_zero_checkpoint(other, "tags", "c").state_dict())
+    for kind, ending, load in (("model", "safetensors", load_file), ("pytorch_model", "bin", torch.load)):
+        folder = Path(f"{kind}-of-rank-{engine.global_rank}")
+        options = ["--safe_serialization"] if ending == "safetensors" else []
+        zero_to_fp32.main(["tags", str(folder), "--tag", "c", "--max_shard_size", "600", *options])
+        files = json.loads((folder / f"{kind}.{ending}.index.json").read_text())["weight_map"]
+        assert len(set(files.values())) > 1 and all(x.nbytes <= 600 or len(load(folder / files[name])) == 1
+                                                    for name, x in expected.items())  # fmt: skip
+        read.append({name: load(folder / file)[name] for name, file in files.items()})
+    tools.convert_zero_checkpoint_to_fp32_state_dict("tags", folder / "one", tag="c")
+    read.append(torch.load(folder / "one" / "pytorch_model.bin"))
+    return [x.keys() == expected.keys() and all(torch.equal(x[name], expected[name]) for name in x) for x in read]
+
+
+def topologies() -> list[float]:
+    """Sums of the ranks in each of a grid's groups, with two stages, two replicas and two slices in turn."""
+    found = []
+    for sizes in ((2, 1, 1), (1, 1, 2), (1, 2, 1)):
+        grid = PipelineParallelGrid(PipeModelDataParallelTopology(*sizes))
+        mine = [grid.get_pipe_parallel_group(), grid.get_data_parallel_group(), grid.get_slice_parallel_group(),
+                grid.get_model_parallel_group()]  # fmt: skip
+        for group in mine:
+            total = torch.tensor(1.0 + grid.global_rank)
+            torch.distributed.all_reduce(total, group=group)
+            found.append(float(total))
+        found += [grid.get_stage_id(), grid.get_data_parallel_rank(), grid.get_slice_parallel_rank(),
+                  grid.get_model_parallel_world_size(), grid.stage_to_global(sizes[0] - 1)]  # fmt: skip
+    return found
+
+
 def checkpoints() -> dict[str, object]:
     """Tags, and parts of a checkpoint."""
     facts: dict[str, object] = {}
@@ -156,6 +197,7 @@ def checkpoints() -> dict[str, object]:
     again.save_checkpoint("only", "best", save_latest=False)
     facts["no latest"] = [list(again.load_checkpoint("only")), again.load_checkpoint("only", "best")[1]]
 
+    facts["in float32"] = in_float32(again)
     parts = {}
     for form in FORMS:
         other = begin(form, **block)
@@ -271,6 +313,14 @@ def steps() -> dict[str, object]:
     )
     engine = begin("dense, stage 0")
     loss_of(engine, 0, 0).backward()
+    overflow = begin("dense, stage 0", fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+    shown = []
+    for factor in (1.0, float("inf")):
+        overflow.backward(loss_of(overflow, 0, 0).float() * factor)
+        overflow.step()
+        shown.append([overflow.optimizer.overflow, overflow.optimizer.cur_scale, overflow.get_lr()])
+    overflow.optimizer.set_lr(0.25)
+    facts["shown"] = [*shown, overflow.get_lr()]
     facts["by loss.backward()"] = refusal(engine.step)
     engine.zero_grad()
     facts["no loss"] = [refusal(engine.backward, torch.zeros(3)), refusal(engine.backward, 1.0),
@@ -315,6 +365,7 @@ def surface(folder: str) -> dict[str, object]:
         "whole": whole_parameters(),
         "checkpoints": checkpoints(),
         "steps": steps(),
+        "topologies": topologies(),
     }
     for grid in GRIDS.values():
         grid.close()

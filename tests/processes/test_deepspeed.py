@@ -46,6 +46,25 @@ def test_checkpoints_have_tags_of_which_one_is_the_latest(ranks: list[dict]) -> 
         assert facts["empty"] == [None, None] and facts["no latest"] == [[None, None], None]
 
 
+def test_a_checkpoint_is_read_in_float32(ranks: list[dict]) -> None:
+    for rank in ranks:
+        assert rank["checkpoints"]["in float32"] == [True] * 5
+
+
+def test_a_grid_has_a_group_for_each_axis(ranks: list[dict]) -> None:
+    """Ranks add 1 and 2: the sum of both is 3. Groups of stages, replicas, slices and a replica; places; last stage."""
+    for k, rank in enumerate(ranks):
+        mine = 1 + k
+        assert rank["topologies"] == [3, mine, mine, 3, k, 0, 0, 2, 1, *[mine, 3, mine, mine, 0, k, 0, 1, k],
+                                      *[mine, mine, 3, 3, 0, 0, k, 2, k]]  # fmt: skip
+
+
+def test_the_optimizer_says_whether_the_step_was_skipped(ranks: list[dict]) -> None:
+    for rank in ranks:
+        (taken, scale, rates), (skipped, halved, _), after = rank["steps"]["shown"]
+        assert (taken, scale, skipped, halved) == (False, 16.0, True, 8.0) and after == [0.25] * len(rates)
+
+
 def test_a_part_of_a_checkpoint_is_taken(ranks: list[dict]) -> None:
     for rank in ranks:
         facts = rank["checkpoints"]

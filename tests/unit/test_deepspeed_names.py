@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import onebit.zero as deepspeed
 from onebit import HostAdam, Lamb, OnebitAdam
 from onebit.comm import SimTransport
+from onebit.zero.compression.helper import convert_conv1d_to_linear, recursive_getattr
 from onebit.zero.deepspeed.engine import DeepSpeedEngine
 from onebit.zero.deepspeed.initializing import add_config_arguments, check_mpu
 from onebit.zero.deepspeed.names import ENGINE, MODULE, REFUSED, SWITCHED_OFF, why_not
@@ -27,6 +28,11 @@ from onebit.zero.given import check_fits, check_optimizer, optimizer_for, schedu
 from onebit.zero.grid import GridShape
 from onebit.zero.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from onebit.zero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from onebit.zero.runtime.pipe.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 
@@ -41,9 +47,12 @@ PATHS = {
     "pipe": None,
     "runtime.config": "runtime",
     "runtime.lr_schedules": None,
+    "runtime.pipe.topology": "topology",
     "runtime.utils": "runtime",
+    "runtime.zero.partition_parameters": "parameters",
     "utils": None,
     "utils.logging": "utils",
+    "utils.zero_to_fp32": "zero_to_fp32",
     "zero": "parameters",
 }
 """By DeepSpeed's path: the file of the room that has what it offers; None: several, or another room's."""
@@ -168,7 +177,8 @@ def test_the_modules_names() -> None:
 @pytest.mark.parametrize(
     "name",
     ["accelerator", "checkpointing", "comm", "moe", "ops.adam", "ops.lamb", "pipe", "runtime.config",
-     "runtime.lr_schedules", "runtime.utils", "utils.logging", "zero"],
+     "runtime.lr_schedules", "runtime.pipe.topology", "runtime.utils", "runtime.zero.partition_parameters",
+     "utils.logging", "utils.zero_to_fp32", "zero", "compression.helper"],
 )  # fmt: skip
 def test_modules_by_deepspeeds_names(name: str) -> None:
     found = importlib.import_module(f"onebit.zero.{name}")
@@ -445,6 +455,49 @@ def test_a_layer_gets_a_tuple_as_its_signature_asks(interval: int) -> None:
 def test_what_a_list_of_layers_does_not_take(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PipelineModule([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, **arguments)
+
+
+@pytest.mark.parametrize(
+    "topology", [PipeModelDataParallelTopology(2, 3, 4), PipeDataParallelTopology(3, 2), ProcessTopology(["x"], [5])]
+)
+def test_a_topology_is_row_major(topology: ProcessTopology) -> None:
+    """The oracle is torch.arange in the topology's shape."""
+    axes, ranks = topology.get_axis_names(), torch.arange(topology.world_size()).view(topology.dims)
+    assert topology.get_dim("none") == 0 and topology.get_axis_comm_lists("none") == []
+    for rank in range(topology.world_size()):
+        place = topology.get_coord(rank)._asdict()
+        assert ranks[tuple(place.values())] == rank == topology.get_rank(**place)
+    for k, axis in enumerate(axes):
+        assert topology.get_axis_comm_lists(axis) == ranks.movedim(k, -1).reshape(-1, topology.get_dim(axis)).tolist()
+        for place in range(topology.get_dim(axis)):
+            at = ranks.select(k, place).flatten().tolist()
+            assert topology.get_axis_list(axis, place) == topology.filter_match(**{axis: place}) == at
+    with pytest.raises(ValueError, match="expected a place on each of the axes"):
+        topology.get_rank()
+    with pytest.raises(ValueError, match="there is no rank 99"):
+        topology.get_coord(99)
+
+
+def test_a_rank_of_a_topology_has_a_name() -> None:
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+    assert topology.get_rank_repr(3) == "model_01" and topology.get_rank_repr(3, ["model"]) == "pipe_00-data_01"
+    assert PipelineModule([nn.Linear(1, 1)], topology=PipeDataParallelTopology(1, 2), loss_fn=pair).num_stages == 1
+
+
+def test_a_transposed_layer_becomes_a_linear_one() -> None:
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight + self.bias
+
+    net, x = nn.Sequential(nn.ReLU(), nn.Sequential(Transposed())), torch.randn(4, 3)
+    expected = net(x)
+    assert convert_conv1d_to_linear(net, Transposed) is net and type(net[1][0]) is nn.Linear
+    torch.testing.assert_close(net(x), expected)
+    assert recursive_getattr(net, "1.0.weight") is net[1][0].weight
 
 
 def test_a_topology_says_how_many_stages() -> None:

@@ -451,10 +451,11 @@ REFERENCE = [
 ]
 ROOMS_OF_THE_REFERENCE = (
     "onebit", "onebit.host", "onebit.comm", "onebit.comm.codecs", "onebit.membership", "onebit.zero",
-    "onebit.zero.compression", "onebit.zero.data_efficiency", "onebit.zero.deepspeed.accelerator",
-    "onebit.zero.deepspeed.checkpointing",
+    "onebit.zero.compression", "onebit.zero.compression.helper", "onebit.zero.data_efficiency",
+    "onebit.zero.deepspeed.accelerator", "onebit.zero.deepspeed.checkpointing",
     "onebit.zero.deepspeed.comm", "onebit.zero.deepspeed.moe", "onebit.zero.deepspeed.ops",
-    "onebit.zero.deepspeed.utils", "onebit.zero.inference", "onebit.zero.offload", "onebit.zero.pipe",
+    "onebit.zero.deepspeed.topology", "onebit.zero.deepspeed.utils", "onebit.zero.deepspeed.zero_to_fp32",
+    "onebit.zero.inference", "onebit.zero.offload", "onebit.zero.pipe",
     "onebit.zero.sparse_attention", "onebit.zero.utils", "onebit.zero.zero",
 )  # fmt: skip
 

@@ -57,6 +57,28 @@ class DeepSpeedEngine(Engine):
     _was_applied = False
     _passes = 0  # backward passes since the last step()
 
+    def __init__(self, *args: Any, **named: Any):
+        super().__init__(*args, **named)
+        self.optimizer.set_lr = self._set_lr  # type: ignore[attr-defined]
+        self._show(is_skipped=False)
+
+    def _set_lr(self, lr: float) -> None:
+        """Set the learning rate of each group, until a schedule sets it."""
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def _show(self, *, is_skipped: bool) -> None:
+        """Set the attributes that DeepSpeed's optimizers have, and that scripts read of ours."""
+        self.optimizer.overflow, self.optimizer.cur_scale = is_skipped, self.fp16_scale.value  # type: ignore[attr-defined]
+
+    def _update(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
+        skipped = self.skipped_steps
+        super()._update(lr_kwargs)
+        self._show(is_skipped=self.skipped_steps > skipped)
+
     def __getattr__(self, name: str) -> Any:
         """Attributes of the module, and answers for DeepSpeed's names that do not exist here."""
         if name in REFUSED:

@@ -1,5 +1,5 @@
-"""DeepSpeed's `deepspeed.runtime`, as far as scripts reach into it: names of optimizers, seeds, schedules."""
+"""DeepSpeed's `deepspeed.runtime`, as far as scripts need it: optimizers' names, seeds, schedules, topologies."""
 
-from . import config, lr_schedules, utils
+from . import config, lr_schedules, pipe, utils, zero
 
-__all__ = ["config", "lr_schedules", "utils"]
+__all__ = ["config", "lr_schedules", "pipe", "utils", "zero"]

@@ -1,0 +1,5 @@
+"""DeepSpeed's `deepspeed.runtime.pipe`."""
+
+from . import topology
+
+__all__ = ["topology"]
