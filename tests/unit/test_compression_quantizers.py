@@ -116,6 +116,9 @@ def test_bits_fall_and_their_period_doubles() -> None:
     schedule = BitSchedule(offset=10, start_bits=8, target_bits=5, period=3)
     table = {0: None, 9: None, 10: 8, 12: 8, 13: 7, 15: 7, 16: 6, 21: 6, 22: 5, 33: 5, 34: 5, 1000: 5}
     assert {step: schedule.bits(step) for step in table} == table
+    at_once = BitSchedule(offset=10, start_bits=8, target_bits=5, period=0, change_ratio=0.5)
+    assert [at_once.bits(step) for step in (9, 10, 11)] == [None, 5, 5]
+    assert [at_once.mix(step) for step in (9, 10, 11, 12)] == [0, 1, 0.5, 0]
 
 
 def test_the_mix_begins_anew_when_the_bits_fall() -> None:

@@ -39,7 +39,10 @@ class Mixed:
 
 @dataclass(frozen=True)
 class WeightQuantization:
-    """Keys shared by all groups. quantize_groups: number of scales of a weight, which is cut along its outputs."""
+    """Keys shared by all groups. quantize_groups: number of scales of a weight, which is cut along its outputs.
+
+    quantization_period: 0: target_bits from the offset on.
+    """
 
     inert: ClassVar[Mapping[str, Inert]] = {
         "quantizer_kernel": Inert(BOOL, "there is one quantizer, in torch", fine=(False,)),
@@ -54,7 +57,7 @@ class WeightQuantization:
     quantize_groups: int = key(1, INT, least=1)
     quantization_type: str = key("symmetric", TEXT, choices=_TYPES)
     rounding: str = key("nearest", TEXT, choices=("nearest", "stochastic"))
-    quantization_period: int = key(1, INT, least=1)
+    quantization_period: int = key(1, INT, least=0)
     fp16_mixed_quantize: Mixed = block(Mixed)
 
     def __post_init__(self) -> None:
@@ -67,7 +70,7 @@ class WeightBits:
 
     start_bits: int = required_key(INT, least=1, most=16)
     target_bits: int = required_key(INT, least=1, most=16)
-    quantization_period: int | None = key(None, INT, null=True, least=1)
+    quantization_period: int | None = key(None, INT, null=True, least=0)
 
     def __post_init__(self) -> None:
         check_block(self)

@@ -184,6 +184,7 @@ def _kind(given: str) -> str:
 
 def _quantized(module: nn.Module, shared: WeightQuantization, params: WeightBits, name: str, where: str) -> Quantized:
     form, mixed = Form.of(module), shared.fp16_mixed_quantize
+    period = shared.quantization_period if params.quantization_period is None else params.quantization_period
     try:
         Grid.of(form.rows, form.columns, shared.quantize_groups)
     except ValueError as wrong:
@@ -192,7 +193,7 @@ def _quantized(module: nn.Module, shared: WeightQuantization, params: WeightBits
         shared.schedule_offset,
         params.start_bits,
         params.target_bits,
-        params.quantization_period or shared.quantization_period,
+        period,
         mixed.quantize_change_ratio if mixed.enabled else None,
     )
     kind, is_stochastic = _kind(shared.quantization_type), shared.rounding == "stochastic"

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BitSchedule:
-    """Bits by step. change_ratio: None: weights are quantized completely from the start."""
+    """Bits by step, one less after each of period · 1, 2, 4, ... steps; at once, if the period is 0.
+
+    change_ratio: None: weights are quantized completely from the start.
+    """
 
     offset: int
     start_bits: int
@@ -21,8 +24,8 @@ class BitSchedule:
     change_ratio: float | None = None
 
     def _drops(self, step: int) -> int:
-        passed = (step - self.offset) // self.period
-        return min(passed.bit_length(), self.start_bits - self.target_bits)
+        most = self.start_bits - self.target_bits
+        return min(((step - self.offset) // self.period).bit_length(), most) if self.period else most
 
     def bits(self, step: int) -> int | None:
         """Bits at this step; None: no quantization yet."""

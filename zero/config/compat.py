@@ -11,10 +11,17 @@ from .schema import AUTO, BOOL, INT, Key
 
 _SWITCH, _RANKS = Key(BOOL), Key(INT, least=0)
 
-# Old names of blocks and keys, with the block they are in: their current names.
-_OLD_NAMES = {
+# Names of stage 3's keys in DeepSpeed's Python, which its files may have, too.
+_STAGE_3 = (
+    "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
+    "max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params", "allgather_sequential",
+)  # fmt: skip
+# Other names of blocks and keys, with the block they are in: their usual names.
+_OTHER_NAMES = {
     ("", "bfloat16"): "bf16",
     ("zero_optimization", "stage3_gather_fp16_weights_on_model_save"): "stage3_gather_16bit_weights_on_model_save",
+    **{("zero_optimization", name): f"stage3_{name}" for name in _STAGE_3},
 }
 _OLD_SWITCHES = {
     "cpu_offload": "offload_optimizer",
@@ -42,12 +49,12 @@ def modernised(data: dict[str, object], reading: Reading) -> dict[str, object]:
     _take_tensor_ranks(data, reading)
     if isinstance(sparse := data.get("sparse_attention"), Mapping):
         data["sparse_attention"] = {"mode": "fixed", **sparse}  # DeepSpeed's default if the block exists
-    for (where, old), new in _OLD_NAMES.items():
+    for (where, old), new in _OTHER_NAMES.items():
         inside = data.get(where, {}) if where else data
         if isinstance(inside, dict) and old in inside:
             if new in inside:
-                raise ValueError(f'{reading.at(where, old)} is an old name of "{new}", which is also there; drop it')
-            reading.warnings.append(f'{reading.at(where, old)} is an old name: write "{new}"')
+                raise ValueError(f'{reading.at(where, old)} is another name of "{new}", which is also there; drop it')
+            reading.warnings.append(f'{reading.at(where, old)} is another name: write "{new}"')
             inside[new] = inside.pop(old)
     return data
 

@@ -29,6 +29,7 @@ FOREIGN = {
     "distributed_type": _LAUNCHER,
     "fp32_allreduce": 'write "communication_data_type": "fp32"',
     "local_rank": _LAUNCHER,
+    "monitor_config": "write its blocks at the top level: tensorboard, csv_monitor",
     "mpi_launcher": _LAUNCHER,
     "num_gpus": _LAUNCHER,
     "num_nodes": _LAUNCHER,
@@ -41,6 +42,7 @@ _FSDP = "FSDP2 gathers and frees parameters module by module, and prefetches the
 _FILES = "files are read ahead and written in the background, in chunks, by threads"
 _PIECES = "parameters are read in pieces of a chunk's size, buffer_count of them; nothing else of them is in memory"
 _MEAN = "gradients are summed in float32, which neither overflows nor needs a factor"
+_FINITE = "gradients that are not finite are always noticed, and the step skipped"
 _FREE = "train it without, or with the package it comes from"
 
 FP16 = {
@@ -56,7 +58,8 @@ BF16 = {
     "bf16_optimizer_states": Inert(
         BOOL, 'moments are float32; "onebit": {"error_dtype": "bf16"} halves the errors', fine=(False,)
     ),
-    "check_overflow": Inert(BOOL, "gradients that are not finite are always noticed, and the step skipped", (True,)),
+    "check_overflow": Inert(BOOL, _FINITE, fine=(True,)),
+    "check_grad_overflow": Inert(BOOL, _FINITE, fine=(True,)),
 }
 
 PIPELINE = {

@@ -14,6 +14,7 @@ into the momentum and compressed with it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,8 @@ import torch
 from torch import nn
 
 from ...comm import Codec
-from .entries import adam, lamb, laprop, onebit_adam, onebit_lamb, onebit_muon, zero_one_adam
-from .entries.base import AdamParams, BuildOptions, OptimizerEntry
+from .entries import adagrad, adam, lamb, laprop, onebit_adam, onebit_lamb, onebit_muon, sgd, zero_one_adam
+from .entries.base import BuildOptions, OptimizerEntry, OptimizerParams
 from .reader import Reading, read_choice
 
 if TYPE_CHECKING:
@@ -35,12 +36,22 @@ _ENTRIES: tuple[OptimizerEntry[Any], ...] = (
     adam.ADAMW,
     lamb.ENTRY,
     laprop.ENTRY,
+    sgd.ENTRY,
+    adagrad.ENTRY,
     onebit_adam.ENTRY,
     zero_one_adam.ENTRY,
     onebit_lamb.ENTRY,
     onebit_muon.ENTRY,
 )
 OPTIMIZERS = {entry.name: entry for entry in _ENTRIES}
+
+_HANDED_OVER = "pass initialize(optimizer=lambda params: {}), and leave the block out"
+ELSEWHERE = {
+    "Lion": _HANDED_OVER.format("Lion(params, lr=...)") + "; torch has no Lion, packages do",
+    "Muon": 'write "OneBitMuon", or ' + _HANDED_OVER.format("torch.optim.Muon(params)"),
+    **{name: _HANDED_OVER.format(f"mup.{name}(params)") for name in ("MuAdam", "MuAdamW", "MuSGD")},
+}
+"""Optimizers of DeepSpeed's files that are not here, each with what to do instead."""
 
 
 def optimizer_flags() -> dict[str, OptimizerEntry[Any]]:
@@ -53,7 +64,7 @@ class OptimizerChoice:
     """An optimizer by name, with its parameters. Raises ValueError if the two do not fit."""
 
     type: str
-    params: AdamParams
+    params: OptimizerParams
 
     def __post_init__(self) -> None:
         if self.type not in OPTIMIZERS or type(self.params) is not self.entry.params:
@@ -73,6 +84,10 @@ class OptimizerChoice:
 
 def read_optimizer(given: object, reading: Reading) -> OptimizerChoice:
     """Read the block "optimizer"."""
+    said = given.get("type") if isinstance(given, Mapping) else None
+    for name, advice in ELSEWHERE.items():
+        if isinstance(said, str) and said.lower() == name.lower():
+            raise ValueError(f"{reading.at('optimizer')}: there is no {name} here: {advice}")
     name, params = read_choice(given, "optimizer", {name: e.params for name, e in OPTIMIZERS.items()}, reading)
     try:
         return OptimizerChoice(name, params)
@@ -93,7 +108,7 @@ def build_optimizer(
 
     gradient_codec: codec of gradients in warm-up and variance steps; None: eight bits. common: see
     `onebit.optimizer.CommonOptions`, e.g. the transport. model: the model of the parameters, after sharding, for
-    optimizers whose step depends on a parameter's role. Adam, AdamW, LaProp and Lamb ignore these, except that Lamb
+    optimizers whose step depends on a parameter's role. Dense optimizers ignore these, except that Lamb
     takes the model_parallel_group: they step on the gradients they find, which the caller averages and clips before
     (`onebit.dense`).
     """

@@ -85,7 +85,7 @@ class InterNode(OneBit):
             for name in names
             if getattr(params, name) != getattr(fresh, name)
         ]
-        if not params.bias_correction:
+        if not getattr(params, "bias_correction", True):
             lines.append(
                 "optimizer.params.bias_correction: moments are always corrected where sharding is across nodes"
             )

@@ -39,7 +39,7 @@ ONE_BIT_INERT = _COMMON | {
 
 
 class AdamOptions(TypedDict):
-    """The arguments of every optimizer here."""
+    """The arguments of every optimizer of Adam's family."""
 
     lr: float
     betas: tuple[float, float]
@@ -48,24 +48,32 @@ class AdamOptions(TypedDict):
 
 
 @dataclass(frozen=True)
-class AdamParams:
-    """Keys of all of them. Defaults are DeepSpeed's: no weight decay unless the file has it."""
+class OptimizerParams:
+    """Keys of all optimizers. Defaults are DeepSpeed's: no weight decay unless the file has it."""
 
     inert: ClassVar[Mapping[str, Inert]] = _COMMON
 
     lr: float = key(1e-3, FLOAT, fill="lr", asks=True, least=0)
-    betas: tuple[float, float] = key((0.9, 0.999), PAIR, fill="betas", least=0, below=1)
-    eps: float = key(1e-8, FLOAT, fill="eps", least=0)
     weight_decay: float = key(0.0, FLOAT, fill="weight_decay", least=0)
-    bias_correction: bool = key(True, BOOL)
-    amsgrad: bool = key(False, BOOL)
-    adam_w_mode: bool = key(True, BOOL)
 
     def __post_init__(self) -> None:
         check_block(self)
 
     def check(self, name: str) -> None:
         """Raise ValueError if keys contradict each other, or ask for something that this optimizer does not have."""
+
+
+@dataclass(frozen=True)
+class AdamParams(OptimizerParams):
+    """Keys of the family of Adam."""
+
+    betas: tuple[float, float] = key((0.9, 0.999), PAIR, fill="betas", least=0, below=1)
+    eps: float = key(1e-8, FLOAT, fill="eps", least=0)
+    bias_correction: bool = key(True, BOOL)
+    amsgrad: bool = key(False, BOOL)
+    adam_w_mode: bool = key(True, BOOL)
+
+    def check(self, name: str) -> None:
         if not self.adam_w_mode:
             raise ValueError(
                 f'"adam_w_mode": false asks for an L2 term in the gradient, {name} decays decoupled from it, as '
@@ -80,7 +88,7 @@ class AdamParams:
         return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
 
-P = TypeVar("P", bound=AdamParams)
+P = TypeVar("P", bound=OptimizerParams)
 
 
 @dataclass(frozen=True)
