@@ -139,7 +139,10 @@ class Engine:
         self.sharding.begin_forward(is_last=self.is_gradient_accumulation_boundary() or not self.module.training)
         if self.config.dtype != torch.float32:
             inputs, named = cast_floats((inputs, named), self.config.dtype)
-        with self._clock.measure("forward") if self.module.training else nullcontext(), self._naming_peers():
+        clock = self._clock.measure("forward") if self.module.training else nullcontext()
+        is_cast = self.config.torch_autocast.enabled
+        autocast = torch.autocast(self.grid.device.type, torch.bfloat16) if is_cast else nullcontext()
+        with clock, self._naming_peers(), autocast:
             return self.module(*inputs, **named)
 
     def _begin_step(self) -> None:

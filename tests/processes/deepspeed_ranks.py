@@ -245,18 +245,21 @@ def checkpoints() -> dict[str, object]:
     return facts
 
 
-def apart(stage: int, kind: type, **params: object) -> float:
+def apart(stage: int, kind: type, autocast: dict | None = None, **params: object) -> float:
     """The largest difference of the weights, after three steps, from one process with torch's optimizer on all data."""
-    engine = begin(f"dense, stage {stage}", optimizer={"type": kind.__name__, "params": params})
-    plain = net()
+    blocks = {"optimizer": {"type": kind.__name__, "params": params}, "torch_autocast": autocast or {}}
+    engine, plain = begin(f"dense, stage {stage}", **blocks), net()
     optimizer = kind(plain.parameters(), **params)
     for k in range(3):
         step(engine, k)
         for rank in range(2):
-            (loss_of(plain, rank, k) / 2).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
+                loss = loss_of(plain, rank, k)
+            (loss / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
     found = engine.module_state_dict()
+    assert engine.torch_autocast_enabled() == (autocast is not None)
     return max(float((found[name] - x).abs().max()) for name, x in plain.state_dict().items())
 
 
@@ -318,9 +321,10 @@ def steps() -> dict[str, object]:
         engine.optimizer_name(), bits(engine) != before, type(optimizer.param_groups[1]["params"][0]).__name__,
         len(set(gathered(bits(engine)))) == 1,
     ]  # fmt: skip
-    sgd = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
-    facts["of torch"] = [apart(stage, torch.optim.SGD, **sgd) for stage in (0, 3)]
-    facts["of torch"] += [apart(3, torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1, eps=1e-10)]
+    facts["of torch"] = [
+        apart(stage, torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01) for stage in (0, 3)
+    ] + [apart(3, torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1, eps=1e-10), apart(3, torch.optim.SGD,
+         {"enabled": True}, lr=0.1)]  # fmt: skip
     facts["takes the place"] = warned(
         lambda: deepspeed.initialize(
             model=(other := net()),

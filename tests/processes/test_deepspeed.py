@@ -59,10 +59,10 @@ def test_a_grid_has_a_group_for_each_axis(ranks: list[dict]) -> None:
                                       *[mine, mine, 3, 3, 0, 0, k, 2, k]]  # fmt: skip
 
 
-def test_torchs_optimizers_train_as_in_one_process(ranks: list[dict]) -> None:
+def test_torchs_optimizers_and_autocast_train_as_in_one_process(ranks: list[dict]) -> None:
     """To the bit: the sum over two ranks has one order."""
     for rank in ranks:
-        assert rank["steps"]["of torch"] == [0.0] * 3
+        assert rank["steps"]["of torch"] == [0.0] * 4
 
 
 def test_the_optimizer_says_whether_the_step_was_skipped(ranks: list[dict]) -> None:

@@ -291,9 +291,6 @@ TOP_LEVEL = {
     "timers": Inert(OBJECT, "see wall_clock_breakdown"),
     "elasticity": Inert(_ELASTICITY, "the batch sizes are those of the file: leave the block out", refused=True),
     "amp": Inert(_SWITCH | {"opt_level": TEXT, "loss_scale": ANYTHING}, 'write "fp16" or "bf16"', refused=True),
-    "torch_autocast": Inert(
-        _SWITCH | {"dtype": TEXT, "lower_precision_safe_modules": LIST}, 'write "fp16" or "bf16"', refused=True
-    ),
     "tensor_parallel": Inert(
         _TENSOR_PARALLEL,
         'write "autotp_size", or "onebit": {"tensor": ...}, and pass initialize(tensor_plan=...)',

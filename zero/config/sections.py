@@ -17,7 +17,7 @@ from ...comm import CODECS, momentum_codecs
 from . import schema
 from .ignored_keys import BF16, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
 from .local_steps import LocalRounds
-from .schema import BOOL, FLOAT, INT, TEXT, Inert, block, check_block, key
+from .schema import BOOL, FLOAT, INT, LIST, TEXT, Inert, block, check_block, key
 
 DTYPES = ("fp32", "bf16", "fp16")
 _WIRES = tuple(name for name in CODECS if name != "fp32")
@@ -56,6 +56,26 @@ class Bf16:
 
     def __post_init__(self) -> None:
         check_block(self)
+
+
+_AUTOCAST = {"bfloat16": "bf16", "torch.bfloat16": "bf16", "float16": "fp16", "torch.float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class TorchAutocast:
+    """Forward passes under torch.autocast in bfloat16; parameters, gradients and messages stay as they are."""
+
+    inert: ClassVar[Mapping[str, Inert]] = {
+        "lower_precision_safe_modules": Inert(LIST, "gradients are sent in the optimizer's format, of all modules")
+    }
+
+    enabled: bool = key(False, BOOL)
+    dtype: str = key("bfloat16", TEXT, choices=("bf16", "fp16", *_AUTOCAST))
+
+    def __post_init__(self) -> None:
+        check_block(self)
+        if self.enabled and _AUTOCAST.get(self.dtype, self.dtype) == "fp16":
+            raise ValueError('float16 needs a loss scale: write the block "fp16" instead, or "dtype": "bfloat16"')
 
 
 @dataclass(frozen=True)

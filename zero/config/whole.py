@@ -34,7 +34,7 @@ from .lr_schedules import WarmupDecay
 from .optimizers import OptimizerChoice, build_optimizer, read_optimizer
 from .reader import Reading, nearest, read_block, read_choice, read_object, write_block, write_choice
 from .schema import AUTO, BOOL, FLOAT, INT, OBJECT, PERIOD, TEXT, Inert, block, blocks_of, check_block, key, keys_of
-from .sections import DTYPES, Bf16, DataTypes, Fp16, Monitor, Onebit, Pipelining, ZeroOptimization
+from .sections import DTYPES, Bf16, DataTypes, Fp16, Monitor, Onebit, Pipelining, TorchAutocast, ZeroOptimization
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -93,6 +93,7 @@ class _TopLevel:
     compression_training: Mapping[str, object] | None = key(None, OBJECT, null=True)
     fp16: Fp16 = block(Fp16)
     bf16: Bf16 = block(Bf16)
+    torch_autocast: TorchAutocast = block(TorchAutocast)
     zero_optimization: ZeroOptimization = block(ZeroOptimization)
     data_types: DataTypes = block(DataTypes)
     tensorboard: Monitor = block(Monitor)
@@ -107,6 +108,11 @@ class _TopLevel:
         check_block(self)
         if self.fp16.enabled and self.bf16.enabled:
             raise ValueError("fp16 and bf16 are both enabled; enable one of them")
+        if self.torch_autocast.enabled and (self.fp16.enabled or self.bf16.enabled or self.pipeline.ranks > 1):
+            raise ValueError(
+                'torch_autocast casts in the forward pass of a float32 model: enable neither "fp16" nor "bf16", nor '
+                "pipeline stages, with it"
+            )
         if self.curriculum_learning.enabled and self.data_efficiency.data_sampling.enabled:
             raise ValueError(
                 "curriculum_learning, the older block, and data_efficiency.data_sampling are both enabled; write the "

@@ -459,6 +459,14 @@ class DeepSpeedEngine(Engine):
         """Whether the engine computes in bfloat16."""
         return self.config.bf16.enabled
 
+    def torch_autocast_enabled(self) -> bool:
+        """Whether forward passes run under torch.autocast."""
+        return self.config.torch_autocast.enabled
+
+    def torch_autocast_dtype(self) -> torch.dtype:
+        """The dtype of torch.autocast, bfloat16."""
+        return torch.bfloat16
+
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """dtypes of computing, and of sums of gradients."""
         return self.config.dtype, self.form.sum_dtype(self.config)

@@ -19,7 +19,7 @@ _OWN_FILES = "files are written by engine.save_checkpoint alone"
 
 SWITCHED_OFF = frozenset({
     "amp_enabled", "autotuning_enabled", "eigenvalue_enabled", "elasticity_enabled", "flops_profiler_enabled",
-    "graph_harvesting", "memory_breakdown", "pld_enabled", "sparse_gradients_enabled", "torch_autocast_enabled",
+    "graph_harvesting", "memory_breakdown", "pld_enabled", "sparse_gradients_enabled",
     "super_offload", "zero_quantized_gradients",
     "zero_quantized_nontrainable_weights", "zero_quantized_weights", "zero_grad_hooks", "zero_legacy_stage1",
     "is_compiled", "is_deepcompile_enabled", "is_deepcompile_active", "load_universal_checkpoint",
