@@ -1,4 +1,4 @@
-"""Monitoring of the engine: scalars for TensorBoard and CSV files, and the time of each part of a step.
+"""Monitoring of the engine: scalars for TensorBoard, CSV files, W&B and Comet, and the time of each part of a step.
 
 Rank 0 writes, without communication: the loss is that of rank 0's samples, as in DeepSpeed. `engine.py` calls it.
 """
@@ -6,6 +6,7 @@ Rank 0 writes, without communication: the loss is that of rank 0's samples, as i
 from __future__ import annotations
 
 import csv
+import importlib
 import importlib.util
 import logging
 import os
@@ -14,10 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
-from .config.sections import Monitor
+from .config.sections import Comet, Monitor, Wandb
 from .config.whole import Config
 
 log = logging.getLogger(__name__)
@@ -32,13 +35,17 @@ Writer = Callable[[Mapping[str, float], int], None]
 def open_monitors(config: Config, rank: int) -> list[Writer]:
     """The writers of the configuration, on rank 0; none elsewhere. Tags begin with Train/Samples/.
 
-    Raises ImportError, on every rank, if tensorboard is enabled and not installed.
+    Raises ImportError, on every rank, if a package of an enabled one is not installed.
     """
     writers = []
     if config.tensorboard.enabled:
         writers.append(_tensorboard(config.tensorboard, rank))
     if config.csv_monitor.enabled:
         writers.append(_csv_files(config.csv_monitor))
+    if config.wandb.enabled:
+        writers.append(_wandb(config.wandb, rank))
+    if config.comet.enabled:
+        writers.append(_comet(config.comet, rank))
     return writers if rank == 0 else []
 
 
@@ -61,6 +68,49 @@ def _tensorboard(monitor: Monitor, rank: int) -> Writer:
         for tag, value in values.items():
             opened[0].add_scalar(_PREFIX + tag, value, samples)
         opened[0].flush()
+
+    return write
+
+
+def _package(name: str, block: str, rank: int) -> ModuleType:
+    """The package that a block needs. Raises ImportError, which names both."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"rank {rank}: the block {block} is enabled and {name} is missing; run pip install {name}, or enable "
+            "csv_monitor instead"
+        ) from error
+
+
+def _wandb(settings: Wandb, rank: int) -> Writer:
+    wandb = _package("wandb", "wandb", rank)
+    runs: list[Any] = []
+
+    def write(values: Mapping[str, float], samples: int) -> None:
+        if not runs:
+            runs.append(wandb.init(project=settings.project, group=settings.group, entity=settings.team))
+        runs[0].log({_PREFIX + tag: value for tag, value in values.items()}, step=samples)
+
+    return write
+
+
+def _comet(settings: Comet, rank: int) -> Writer:
+    comet = _package("comet_ml", "comet", rank)
+    given = {name: getattr(settings, name)
+             for name in ("api_key", "project", "workspace", "experiment_key", "mode", "online")}  # fmt: skip
+    opened: list[Any] = []
+    last = -settings.samples_log_interval
+
+    def write(values: Mapping[str, float], samples: int) -> None:
+        nonlocal last
+        if not opened:
+            opened.append(comet.start(**given))
+            if settings.experiment_name is not None:
+                opened[0].set_name(settings.experiment_name)
+        if samples - last >= settings.samples_log_interval:
+            last = samples
+            opened[0].log_metrics({_PREFIX + tag: value for tag, value in values.items()}, step=samples)
 
     return write
 

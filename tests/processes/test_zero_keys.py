@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,47 @@ def test_csv_files_are_appended_to_by_rank_0_alone(tmp_path: Path) -> None:
         (write,) = open_monitors(asked, rank=0)
         write({"lr": 0.5 / samples}, samples)
     assert (tmp_path / "job" / "Train_Samples_lr.csv").read_text().split() == ["step,lr", "8,0.0625", "16,0.03125"]
+
+
+class Hosted:
+    """Stands for wandb and comet_ml, which log into accounts: it notes the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def __getattr__(self, name: str) -> Callable:
+        def note(*args: object, **named: object) -> Hosted:
+            self.calls.append((name, *args, named))
+            return self
+
+        return note
+
+
+def test_hosted_monitors_get_the_scalars(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = {
+        "wandb": {"enabled": True, "project": "p", "group": "g", "team": "t"},
+        "comet": {"enabled": True, "project": "p", "experiment_name": "e", "samples_log_interval": 8},
+    }
+    for name, block in (("wandb", "wandb"), ("comet_ml", "comet")):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(ImportError, match=f"rank 1: the block {block} is enabled and {name} is missing"):
+            open_monitors(config(**{block: blocks[block]}), rank=1)
+    wandb, comet = Hosted(), Hosted()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "comet_ml", comet)
+    assert open_monitors(config(**blocks), rank=1) == []
+    writers = open_monitors(config(**blocks), rank=0)
+    for samples in (4, 8, 12):
+        for write in writers:
+            write({"lr": 0.5}, samples)
+    shown = {"Train/Samples/lr": 0.5}
+    assert wandb.calls == [
+        ("init", {"project": "p", "group": "g", "entity": "t"}),
+        *(("log", shown, {"step": samples}) for samples in (4, 8, 12)),
+    ]
+    unset = dict.fromkeys(("api_key", "workspace", "experiment_key", "mode", "online"))
+    assert comet.calls == [("start", unset | {"project": "p"}), ("set_name", "e", {}),
+                           *(("log_metrics", shown, {"step": samples}) for samples in (4, 12))]  # fmt: skip
 
 
 def test_names_find_tied_weights_and_pairs_again() -> None:

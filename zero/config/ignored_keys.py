@@ -29,7 +29,7 @@ FOREIGN = {
     "distributed_type": _LAUNCHER,
     "fp32_allreduce": 'write "communication_data_type": "fp32"',
     "local_rank": _LAUNCHER,
-    "monitor_config": "write its blocks at the top level: tensorboard, csv_monitor",
+    "monitor_config": "write its blocks at the top level: tensorboard, csv_monitor, wandb, comet",
     "mpi_launcher": _LAUNCHER,
     "num_gpus": _LAUNCHER,
     "num_nodes": _LAUNCHER,
@@ -221,17 +221,6 @@ _EIGENVALUE = _SWITCH | {
     "layer_num": INT,
 }
 _COMMS_LOGGER = _SWITCH | {"verbose": BOOL, "prof_all": BOOL, "debug": BOOL, "prof_ops": LIST}
-_WANDB = _SWITCH | {"group": TEXT, "team": TEXT, "project": TEXT}
-_COMET = _SWITCH | {
-    "workspace": TEXT,
-    "project": TEXT,
-    "samples_log_interval": INT,
-    "experiment_name": TEXT,
-    "api_key": TEXT,
-    "experiment_key": TEXT,
-    "online": BOOL,
-    "mode": TEXT,
-}
 _CHECKPOINT = {
     "tag_validation": TEXT,
     "load_universal": BOOL,
@@ -256,7 +245,7 @@ _COMPILE = {
     "keep_int_input_tensors": BOOL,
     "keep_all_input_tensors": BOOL,
 }
-_MONITOR = "monitors here: tensorboard and csv_monitor"
+_MONITOR = "monitors here: tensorboard, csv_monitor, wandb and comet"
 
 TOP_LEVEL = {
     "prescale_gradients": Inert(BOOL, _MEAN, fine=(False,)),
@@ -272,8 +261,6 @@ TOP_LEVEL = {
     "flops_profiler": Inert(_FLOPS, "use torch.utils.flop_counter or torch.profiler"),
     "autotuning": Inert(_AUTOTUNING, "see `onebit plan`"),
     "aio": Inert(_AIO, _FILES),
-    "wandb": Inert(_WANDB, _MONITOR),
-    "comet": Inert(_COMET, _MONITOR),
     "trackio": Inert(_SWITCH | {"project": TEXT}, _MONITOR),
     "comms_logger": Inert(_COMMS_LOGGER, "bytes and waits of each step are in the one-bit optimizers' stats"),
     "checkpoint": Inert(

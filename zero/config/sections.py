@@ -174,6 +174,37 @@ class Monitor:
 
 
 @dataclass(frozen=True)
+class Wandb:
+    """Scalars of every step, written by rank 0 to Weights & Biases. team: its "entity"."""
+
+    enabled: bool = key(False, BOOL)
+    group: str | None = key(None, TEXT, null=True)
+    team: str | None = key(None, TEXT, null=True)
+    project: str = key("deepspeed", TEXT)
+
+    def __post_init__(self) -> None:
+        check_block(self)
+
+
+@dataclass(frozen=True)
+class Comet:
+    """Scalars, written by rank 0 to Comet, at most once in samples_log_interval samples. null: Comet's own setting."""
+
+    enabled: bool = key(False, BOOL)
+    workspace: str | None = key(None, TEXT, null=True)
+    project: str | None = key(None, TEXT, null=True)
+    samples_log_interval: int = key(100, INT, least=1)
+    experiment_name: str | None = key(None, TEXT, null=True)
+    api_key: str | None = key(None, TEXT, null=True)
+    experiment_key: str | None = key(None, TEXT, null=True)
+    online: bool | None = key(None, BOOL, null=True)
+    mode: str | None = key(None, TEXT, null=True, choices=("get", "create", "get_or_create"))
+
+    def __post_init__(self) -> None:
+        check_block(self)
+
+
+@dataclass(frozen=True)
 class DataTypes:
     """grad_accum_dtype: dtype in which gradients are summed over micro-batches. Not a choice: each form has one.
 

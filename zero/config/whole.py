@@ -34,7 +34,19 @@ from .lr_schedules import WarmupDecay
 from .optimizers import OptimizerChoice, build_optimizer, read_optimizer
 from .reader import Reading, nearest, read_block, read_choice, read_object, write_block, write_choice
 from .schema import AUTO, BOOL, FLOAT, INT, OBJECT, PERIOD, TEXT, Inert, block, blocks_of, check_block, key, keys_of
-from .sections import DTYPES, Bf16, DataTypes, Fp16, Monitor, Onebit, Pipelining, TorchAutocast, ZeroOptimization
+from .sections import (
+    DTYPES,
+    Bf16,
+    Comet,
+    DataTypes,
+    Fp16,
+    Monitor,
+    Onebit,
+    Pipelining,
+    TorchAutocast,
+    Wandb,
+    ZeroOptimization,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -98,6 +110,8 @@ class _TopLevel:
     data_types: DataTypes = block(DataTypes)
     tensorboard: Monitor = block(Monitor)
     csv_monitor: Monitor = block(Monitor)
+    wandb: Wandb = block(Wandb)
+    comet: Comet = block(Comet)
     pipeline: Pipelining = block(Pipelining)
     onebit: Onebit = block(Onebit)
     sparse_attention: SparsityConfig = block(SparsityConfig)
