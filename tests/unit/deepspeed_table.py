@@ -1,17 +1,21 @@
-"""The table of docs/deepspeed.md: each public name of DeepSpeed's engine, and what is here under it, from the code.
+"""The tables of docs/deepspeed.md, from the code: the engine's names, modules, and what a JSON file may ask for.
 
-python tests/unit/deepspeed_table.py       # prints it
+python tests/unit/deepspeed_table.py       # writes them into the page
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from importlib import import_module
+from pathlib import Path
 
 import deepspeed_names
 
+from onebit.zero.config.ignored_keys import TOP_LEVEL
+from onebit.zero.config.optimizers import ELSEWHERE, OPTIMIZERS
 from onebit.zero.deepspeed.engine import DeepSpeedEngine
 from onebit.zero.deepspeed.names import ENGINE, REFUSED, SWITCHED_OFF, why_not
 from onebit.zero.engine import Engine
@@ -67,5 +71,70 @@ def used_patterns() -> set[str]:
     return {pattern for pattern in ENGINE if any(fnmatchcase(name, pattern) for name in NAMES)}
 
 
+MODULES: dict[str, str] = {
+    "accelerator": "CUDA or the CPU",
+    "checkpointing": "without reentrance; `configure` has nothing to configure",
+    "comm": "and torch.distributed's collectives",
+    "compression.compress": "[compression](compression.md)",
+    "compression.helper": "for GPT-2's layers, before `init_compression`",
+    "moe.utils": "for models without experts",
+    "ops.adam": "torch's; `DeepSpeedCPUAdam`: [`HostAdam`](memory.md#adam-in-host-memory) if all parameters are in "
+    "host memory; with `fp32_optimizer_states=False` its m is in bfloat16 and v in 8 bits, where DeepSpeed's have the "
+    "parameters' type",
+    "ops.lamb": "`onebit.Lamb`",
+    "pipe": "`net.parameters()` stand for those of all stages",
+    "runtime.config": "names that `engine.optimizer_name()` returns",
+    "runtime.lr_schedules": "options by name",
+    "runtime.pipe.topology": "a `PipelineModule` takes the number of stages of a topology",
+    "runtime.utils": "",
+    "runtime.zero.partition_parameters": "those of `deepspeed.zero`",
+    "utils": "",
+    "utils.logging": "",
+    "utils.zero_to_fp32": "engine's checkpoints; also `python -m onebit.zero.utils.zero_to_fp32 checkpoints weights`",
+    "zero": "see below",
+}
+"""Modules by DeepSpeed's paths, each with a remark."""
+
+
+def modules() -> str:
+    """The table of modules: names and remark of each."""
+    lines = ["| DeepSpeed's | names here | remarks |", "| --- | --- | --- |"]
+    for path, remark in MODULES.items():
+        module = import_module(f"onebit.zero.{path}")
+        names = getattr(module, "__all__", None) or sorted(name for name in vars(module) if not name.startswith("_"))
+        own = [name for name in names if not getattr(getattr(module, name), "__module__", "").startswith("torch")]
+        lines.append(f"| `deepspeed.{path}` | {', '.join(f'`{name}`' for name in own)} | {remark} |")
+    return "\n".join(lines)
+
+
+def config() -> str:
+    """The table of what a file asks for and does not get, or gets under another name; optimizers first."""
+    lines = ["| in the JSON | here |", "| --- | --- |"]
+    lines.append(f"| `type` of `optimizer`: {', '.join(f'`{name}`' for name in OPTIMIZERS)} | yes |")
+    lines += [f"| `type` of `optimizer`: `{name}` | rejected: {advice} |" for name, advice in ELSEWHERE.items()]
+    whys: dict[str, list[str]] = {}
+    for name, inert in TOP_LEVEL.items():
+        answer = "rejected" if inert.refused else "accepted" if {True, False} <= {*inert.fine} else "a warning"
+        whys.setdefault(f"{answer}: {inert.why}", []).append(name)
+    for why in sorted(whys):
+        lines.append(f"| {', '.join(f'`{name}`' for name in whys[why])} | {why} |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {"names": table, "modules": modules, "config": config}
+"""By their marks in the page, <!-- names --> to <!-- /names -->."""
+
+
+def shown(page: str, name: str) -> str:
+    """A table as the page has it."""
+    return page.partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0].strip()
+
+
 if __name__ == "__main__":
-    print(table())
+    page = Path(__file__).parents[2] / "docs" / "deepspeed.md"
+    text = page.read_text()
+    for mark, make in TABLES.items():
+        before, _, rest = text.partition(f"<!-- {mark} -->\n")
+        after = rest.partition(f"<!-- /{mark} -->")[2]
+        text = f"{before}<!-- {mark} -->\n{make()}\n<!-- /{mark} -->{after}"
+    page.write_text(text)

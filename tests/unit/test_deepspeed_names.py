@@ -14,7 +14,8 @@ from pathlib import Path
 import deepspeed_names
 import pytest
 import torch
-from deepspeed_table import NAMES, rows, table, used_patterns
+from deepspeed_table import MODULES as PATHS_OF_THE_PAGE
+from deepspeed_table import NAMES, TABLES, rows, shown, used_patterns
 from torch import Tensor, nn
 
 import onebit.zero as deepspeed
@@ -71,9 +72,9 @@ def test_deepspeeds_paths_lead_to_what_the_room_has(path: str, home: str | None)
 # ---------------------------------------------------------------- the table
 
 
-def test_the_page_shows_the_table_of_the_code() -> None:
-    shown = PAGE.read_text().partition("<!-- names -->")[2].partition("<!-- /names -->")[0]
-    assert shown.strip() == table(), "python tests/unit/deepspeed_table.py prints what belongs there"
+@pytest.mark.parametrize("name", TABLES)
+def test_the_page_shows_the_tables_of_the_code(name: str) -> None:
+    assert shown(PAGE.read_text(), name) == TABLES[name](), "python tests/unit/deepspeed_table.py writes it"
 
 
 def test_every_name_is_in_one_row_and_no_reason_is_missing() -> None:
@@ -174,12 +175,7 @@ def test_the_modules_names() -> None:
     assert deepspeed.__version__
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["accelerator", "checkpointing", "comm", "moe", "ops.adam", "ops.lamb", "pipe", "runtime.config",
-     "runtime.lr_schedules", "runtime.pipe.topology", "runtime.utils", "runtime.zero.partition_parameters",
-     "utils.logging", "utils.zero_to_fp32", "zero", "compression.helper"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", PATHS_OF_THE_PAGE)
 def test_modules_by_deepspeeds_names(name: str) -> None:
     found = importlib.import_module(f"onebit.zero.{name}")
     assert found.__doc__ and "DeepSpeed" in found.__doc__
