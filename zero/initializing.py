@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from .grid import Grid
 from .lr_schedulers import build_scheduler
 from .monitor import open_monitors
 from .parallel.groups import Groups, remembered, trained
+from .parallel.model_plan import training_plan
 from .parallel.tensor import Plan
 from .pipeline import run as pipeline
 from .pipeline.layers import Loss, PipelineModule, Stages
@@ -62,7 +63,7 @@ def initialize(
     lr_scheduler: LRScheduler | Schedule | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     collate_fn: Callable[[list[Any]], object] | None = None,
     grid: Grid | None = None,
-    tensor_plan: Plan | None = None,
+    tensor_plan: Plan | Literal["auto"] | None = "auto",
     weights: str | os.PathLike[str] | None = None,
     seed: int = 0,
     timeout_s: float = 300.0,
@@ -94,6 +95,9 @@ def initialize(
     for warning in pipeline.without_effect(read.pipeline, model) if rank == 0 else ():
         log.warning("%s", warning)
     outline = model.outline() if isinstance(model, PipelineModule) else model
+    if tensor_plan == "auto":
+        tensor_ranks = (read.onebit.tensor or 1) if grid is None else grid.shape.size("tensor")
+        tensor_plan = training_plan(outline, tensor_ranks) if tensor_ranks > 1 else None
     features = features_of(Asked(read, outline, rank, lr_scheduler, tensor_plan))
     groups, make_optimizer = _groups(model_parameters, outline), None
     if optimizer is not None:

@@ -95,7 +95,7 @@ def _keeping(cache: Cache | None, layer: int) -> Keep | None:
 class GPT(nn.Module):
     """Predicts each next byte of a text."""
 
-    _tp_plan: ClassVar[dict[str, str]] = {  # of inference, by transformers' words; training's are in `layouts.py`
+    _tp_plan: ClassVar[dict[str, str]] = {  # by transformers' words; `layouts.py` divides norms, too
         "blocks.*.qkv": "colwise",
         "blocks.*.attention_out": "rowwise",
         "blocks.*.mlp_in": "colwise",

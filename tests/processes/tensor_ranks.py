@@ -158,7 +158,7 @@ def refused(here: Grid) -> dict[str, str]:
     net = gpt()
     tensor.parallelize(net, here, plan)
     return {
-        "no plan": message(ValueError, initialize),
+        "no plan": message(ValueError, lambda: initialize(tensor_plan=None)),
         "another grid": message(ValueError, lambda: initialize(other, tensor_plan=plan)),
         "inter_node": message(ValueError, lambda: initialize(config_of("OnebitAdam", 1), tensor_plan=plan)),
         "twice": message(ValueError, lambda: tensor.parallelize(net, here, plan)),

@@ -280,7 +280,7 @@ TOP_LEVEL = {
     "amp": Inert(_SWITCH | {"opt_level": TEXT, "loss_scale": ANYTHING}, 'write "fp16" or "bf16"', refused=True),
     "tensor_parallel": Inert(
         _TENSOR_PARALLEL,
-        'write "autotp_size", or "onebit": {"tensor": ...}, and pass initialize(tensor_plan=...)',
+        'write "autotp_size", or "onebit": {"tensor": ...}; initialize(tensor_plan=...) has the plan',
         refused=True,
         asks=_is_tensor_parallel,
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ def initialize(
     config_params: ConfigLike | None = None,
     *,
     grid: Grid | None = None,
-    tensor_plan: Plan | None = None,
+    tensor_plan: Plan | Literal["auto"] | None = "auto",
     weights: str | os.PathLike[str] | None = None,
     seed: int = 0,
     **fills: Unpack[Fills],
@@ -85,7 +85,7 @@ def initialize(
         grid: Layout of the ranks. Default None: the launcher's ranks, sharded inside each node if the stage asks for
             it.
         tensor_plan: Division of layers over the grid's tensor axis, see `tensor.parallelize`; without effect on one
-            rank. Default None.
+            rank. Default "auto": a Hugging Face model's own plan.
         weights: The model's values, see `materialize`; the model may then be built under `torch.device("meta")`. Each
             rank reads only its part. Default None: the model's own values.
         seed: Seed of the data order. Default 0.

@@ -1,6 +1,6 @@
 """Tensor parallelism for inference: each rank keeps a part of every linear layer. Works over any transport.
 
-1. A plan gives each layer a style by name: injection_policy, otherwise the model's own `_tp_plan`, otherwise `KNOWN`.
+1. A plan gives each layer a style by name: injection_policy, otherwise the model's own (`own_plan`).
 2. "colwise": a rank keeps its part of the outputs. "packed_colwise:P": the same for each of P matrices stacked in one.
    "colwise_gather_output": then all ranks get all outputs. "rowwise": a rank keeps its part of the inputs, and the
    ranks add up their products. "moe_tp_experts": the same for the experts of a mixture in one module. Embeddings, norms
@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 import weakref
 from collections.abc import Iterable, Mapping
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from ...comm import Transport
 from ...comm.messages import gather_tensors
+from ..parallel.model_plan import check_heads, matches, own_plan, patterns
 from .experts import STYLE, cut, inner_width, is_experts
 from .layers import Join, ServedLinear, is_linear, matrix_of, replace
 from .plan import is_gathered
@@ -33,23 +33,6 @@ WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "replicated", "m
 """Styles in transformers' plans whose layers stay whole here."""
 _GATHER = ("colwise_gather_output", "colwise_rep")
 
-KNOWN: Mapping[str, Plan] = {
-    "gpt2": {
-        "h.*.attn.c_attn": "packed_colwise:3",
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    },
-    "bert": {
-        "layer.*.attention.self.query": "colwise",
-        "layer.*.attention.self.key": "colwise",
-        "layer.*.attention.self.value": "colwise",
-        "layer.*.attention.output.dense": "rowwise",
-        "layer.*.intermediate.dense": "colwise",
-        "layer.*.output.dense": "rowwise",
-    },
-}
-"""Plans for models that have none themselves, by transformers' model_type."""
 _WIDTHS = {"GPT2Attention": ("split_size",)}
 """Attributes in which modules keep a number of features, which must be divided too."""
 
@@ -74,7 +57,7 @@ def plan_of(model: nn.Module, policy: object, ranks: int) -> dict[str, str]:
             'injection_policy={pattern: "colwise" if ranks keep a part of the outputs, "rowwise" if they keep a part '
             f"of the inputs}}; its linear layers are {patterns(layers)}"
         )
-    _check_heads(model, ranks)
+    check_heads(model, ranks, "tp_size")
     for name, style in found.items():
         module = model.get_submodule(name)
         if is_experts(module) != (style == STYLE):
@@ -127,12 +110,11 @@ def _parts(style: str) -> int:
 
 
 def _by_names(model: nn.Module, layers: Iterable[str], policy: Plan | None) -> dict[str, str]:
-    """The styles from patterns of names. Without a policy from the model's own plan, otherwise from `KNOWN`."""
-    kind = getattr(getattr(model, "config", None), "model_type", "")
-    plan: Plan = policy or getattr(model, "_tp_plan", None) or KNOWN.get(kind) or {}
+    """The styles from patterns of names; without a policy from the model's own plan."""
+    plan = policy or own_plan(model)
     found: dict[str, str] = {}
     for pattern, style in plan.items():
-        matched = [name for name in layers if _matches(name, pattern)]
+        matched = [name for name in layers if matches(name, pattern)]
         if not matched and policy is not None:
             raise ValueError(f"injection_policy: {pattern!r} matches no linear layer; there are {patterns(layers)}")
         if matched and style not in WHOLE:
@@ -163,25 +145,6 @@ def _by_blocks(model: nn.Module, layers: Iterable[str], policy: Mapping[object, 
         if not blocks:
             raise ValueError(f"injection_policy: the model has no {cls}; its linear layers are {patterns(layers)}")
     return found
-
-
-def _check_heads(model: nn.Module, ranks: int) -> None:
-    config = getattr(model, "config", model)
-    for key in ("num_attention_heads", "num_key_value_heads", "heads"):
-        heads = getattr(config, key, None)
-        if isinstance(heads, int) and heads % ranks:
-            raise ValueError(f"{key} is {heads}, which {ranks} ranks do not divide; use a tp_size that divides it")
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Whether the last parts of a name match the pattern; a wrapping model puts other parts in front."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) >= len(wanted) and all(map(fnmatch.fnmatchcase, parts[-len(wanted) :], wanted))
-
-
-def patterns(names: Iterable[str]) -> str:
-    """The different names, with * for numbers, for a message."""
-    return ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name) for name in names)) or "none"
 
 
 # -------------------------------------------------------------------------------- what ranks send each other

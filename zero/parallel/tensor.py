@@ -172,6 +172,13 @@ def _placements(name: str, module: nn.Module, style: ParallelStyle, ranks: int) 
             yield holder, p_name, what
 
 
+def undivided(module: nn.Module, style: ParallelStyle, ranks: int) -> bool:
+    """Whether the style would cut a parameter along a dimension that the ranks do not divide."""
+    dims = _dims(module, style) or {}
+    found = [(module._parameters.get(name), dim) for name, dim in dims.items()]
+    return any(p is not None and dim is not None and p.shape[dim] % ranks > 0 for p, dim in found)
+
+
 def _dims(module: nn.Module, style: ParallelStyle) -> dict[str, int | None] | None:
     """The dimension along which each parameter is divided (None: replicated); None if the style does not fit."""
     by_column = isinstance(style, ColwiseParallel)

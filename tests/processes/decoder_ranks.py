@@ -1,0 +1,89 @@
+"""What each rank of `test_decoders.py` does: it trains decoders of transformers on a grid, saves and resumes them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch._dynamo  # in the process that forks instead of in each rank
+from decoders import ROWS, STEPS, batches, config_of, decoder
+from torch import Tensor
+
+from onebit import zero
+from onebit.zero.grid import Grid
+
+MICRO_BATCHES = 2
+
+
+def run(folder: str, axes: dict[str, int], cases: Sequence[tuple[str, str, int]]) -> None:
+    """Cases (decoder, optimizer, ZeRO stage) on one grid; results go to the folder, for each case and rank."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    here = zero.grid.start(timeout_s=60.0, **axes)
+    for name, optimizer, stage in cases:
+        place = Path(folder) / f"{name}.{optimizer}.{stage}"
+        torch.save(_case(here, place, name, optimizer, stage), f"{place}.{here.world.rank}")
+    here.close()
+
+
+def _case(here: Grid, place: Path, name: str, optimizer: str, stage: int) -> dict[str, object]:
+    """Losses and weights of a run, and of one resumed before its last step; the run writes a file."""
+    engine = _start(here, name, optimizer, stage)
+    losses, read = [], batches(STEPS * MICRO_BATCHES)
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            engine.save_checkpoint(place / "checkpoints")
+        losses.append(_step(engine, read))
+    engine.save_16bit_model(place)
+    again = _start(here, name, optimizer, stage)
+    again.load_checkpoint(place / "checkpoints")
+    last = list(batches(STEPS * MICRO_BATCHES))[-MICRO_BATCHES:]
+    resumed = _step(again, iter(last))
+    return {
+        "losses": losses,
+        "resumed": (resumed, again.module_state_dict()),
+        "weights": engine.module_state_dict(),
+    }
+
+
+def _start(here: Grid, name: str, optimizer: str, stage: int) -> zero.DeepSpeedEngine:
+    config = config_of(optimizer, gradient_accumulation_steps=MICRO_BATCHES, zero_optimization={"stage": stage})
+    config["train_micro_batch_size_per_gpu"] = ROWS // here.data[1]
+    return zero.initialize(model=decoder(name), config=config, grid=here)[0]
+
+
+def _step(engine: zero.DeepSpeedEngine, read: Iterator[dict[str, Tensor]]) -> float:
+    """One step; its mean loss over this rank's micro-batches."""
+    place, count = engine.grid.data
+    rows = slice(place * ROWS // count, (place + 1) * ROWS // count)
+    mine = ({key: x[rows] for key, x in batch.items()} for batch in read)
+    if engine.is_pipe_parallel:
+        return float(engine.train_batch(mine))
+    total = 0.0
+    for _ in range(MICRO_BATCHES):
+        loss = engine(**next(mine)).loss
+        engine.backward(loss)
+        engine.step()
+        total += float(loss.detach()) / MICRO_BATCHES
+    return total
+
+
+def refusals(folder: str) -> None:
+    """Errors of models that ranks cannot divide, before any group of ranks is made."""
+    said = {}
+    for case, (name, changes) in {
+        "heads": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}),
+        "keys": ("llama", {"num_key_value_heads": 3, "num_attention_heads": 6}),
+        "width": ("llama", {"intermediate_size": 41}),
+        "style": ("gpt2", {}),
+        "plan": ("opt", {}),
+    }.items():
+        model = torch.nn.Linear(2, 2) if name == "opt" else decoder(name, **changes)
+        try:
+            zero.initialize(model=model, config=config_of("AdamW", tensor_parallel={"autotp_size": 2}))
+        except ValueError as error:
+            said[case] = str(error)
+        assert not torch.distributed.is_initialized()
+    torch.save(said, Path(folder) / "refusals")
