@@ -40,6 +40,7 @@ from .form import Form
 from .guards import Guard
 from .monitor import WallClock, Writer
 from .pipeline import run as pipeline
+from .pipeline.huggingface import pair_of
 from .pipeline.layers import Loss
 from .precision import LossScale, ScaleState, cast_floats, loss_scale
 
@@ -274,12 +275,12 @@ class Engine:
 
     @outside_graphs
     def train_batch(self, data_iter: Iterator[pipeline.Batch] | None = None) -> Tensor:
-        """Take a whole step of a `PipelineModule`.
+        """Take a whole step of a `PipelineModule`, or of a causal language model of transformers'.
 
         Args:
-            data_iter: Gives (inputs, target) of a micro-batch, `config.gradient_accumulation_steps` times. Every rank
-                reads; the ranks of one pipeline read the same (`ShardedLoader` with `grid.data` does so). Default: the
-                loader, from epoch to epoch.
+            data_iter: Gives (inputs, target) of a micro-batch, `config.gradient_accumulation_steps` times; for a
+                decoder dicts with input_ids and labels, see `pair_of`. Every rank reads; the ranks of one pipeline read
+                the same (`ShardedLoader` with `grid.data` does so). Default: the loader, from epoch to epoch.
 
         Returns:
             The mean loss over micro-batches and ranks, on every rank. Under local steps the mean over this replica, so
@@ -380,21 +381,24 @@ class Engine:
 
     def _mean_of_replicas(self, x: Tensor | None) -> Tensor | None:
         """Return the mean over the ranks that read different data."""
-        if x is not None:
-            for axis in ("replica", "shard"):
-                self.grid.transports[axis].all_reduce(x).wait()
-            x /= self.grid.data[1]
-        return x
+        if x is None:
+            return None
+        mean = x.float().contiguous().clone()
+        for axis in ("replica", "shard"):
+            self.grid.transports[axis].all_reduce(mean).wait()
+        return (mean / self.grid.data[1]).to(x.dtype)
 
     def _take_batches(
         self, data_iter: Iterator[pipeline.Batch] | None, count: int | None = None
     ) -> list[pipeline.Batch]:
         """Read micro-batches onto this rank's device, their inputs in the computing dtype."""
         if self._loss_fn is None:
-            raise RuntimeError("train_batch() needs a model that knows its loss: a PipelineModule")
+            raise RuntimeError(
+                "train_batch() needs a model that knows its loss: a PipelineModule, or a Hugging Face decoder"
+            )
         source = data_iter if data_iter is not None else self._own_batches()
         count = self.config.gradient_accumulation_steps if count is None else count
-        batches = list(islice(source, max(count, 0)))
+        batches = [pair_of(batch) for batch in islice(source, max(count, 0))]
         if not 0 < count == len(batches):
             raise ValueError(f"a step has {count} micro-batches, the iterator gave {len(batches)}")
         return [self._placed(inputs, target) for inputs, target in batches]

@@ -39,6 +39,7 @@ from .monitor import open_monitors
 from .parallel.groups import Groups, remembered, trained
 from .parallel.model_plan import training_plan
 from .parallel.tensor import Plan
+from .pipeline import huggingface
 from .pipeline import run as pipeline
 from .pipeline.layers import Loss, PipelineModule, Stages
 
@@ -86,6 +87,9 @@ def initialize(
     read = _read(config, launch, grid, fills)
     rank = launch.rank if grid is None else grid.world.rank
 
+    if read.pipeline.ranks > 1 and huggingface.is_decoder(model):
+        model = huggingface.DecoderPipeline(cast(nn.Module, model), read.pipeline)
+
     # Check the model now: an error on one rank later on would leave the others waiting.
     _check_values(model, weights, rank)
     monitors = open_monitors(read, rank)
@@ -110,7 +114,7 @@ def initialize(
         grid = grids.start(
             timeout_s=timeout_s, pipe=read.pipeline.ranks, shard=shard_ranks(read, launch), tensor=read.onebit.tensor
         )
-    loss_fn, stages = None, {}
+    loss_fn, stages = (huggingface.loss_of(model), {}) if huggingface.is_decoder(model) else (None, {})
     if isinstance(model, PipelineModule):
         model.is_filled_later = weights is not None
         loss_fn, stages = model.loss_fn, pipeline.build_stages(model, read.pipeline, grid)

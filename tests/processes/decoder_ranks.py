@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,41 +18,51 @@ from onebit.zero.grid import Grid
 MICRO_BATCHES = 2
 
 
-def run(folder: str, axes: dict[str, int], cases: Sequence[tuple[str, str, int]]) -> None:
-    """Cases (decoder, optimizer, ZeRO stage) on one grid; results go to the folder, for each case and rank."""
+def run(folder: str, blocks: dict[str, dict[str, object]], cases: Sequence[tuple[str, str, int]]) -> None:
+    """Cases (decoder, optimizer, ZeRO stage); the configuration's blocks are the layout. Results go to the folder."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    here = zero.grid.start(timeout_s=60.0, **axes)
+    here: Grid | None = None
     for name, optimizer, stage in cases:
         place = Path(folder) / f"{name}.{optimizer}.{stage}"
-        torch.save(_case(here, place, name, optimizer, stage), f"{place}.{here.world.rank}")
-    here.close()
+        engine = _start(here, blocks, name, optimizer, stage)
+        here = engine.grid
+        again = _start(here, blocks, name, optimizer, stage)
+        torch.save(_case(engine, again, place), f"{place}.{here.world.rank}")
+    if here is not None:
+        here.close()
 
 
-def _case(here: Grid, place: Path, name: str, optimizer: str, stage: int) -> dict[str, object]:
+def _case(engine: zero.DeepSpeedEngine, again: zero.DeepSpeedEngine, place: Path) -> dict[str, object]:
     """Losses and weights of a run, and of one resumed before its last step; the run writes a file."""
-    engine = _start(here, name, optimizer, stage)
     losses, read = [], batches(STEPS * MICRO_BATCHES)
     for step in range(STEPS):
         if step == STEPS - 1:
             engine.save_checkpoint(place / "checkpoints")
         losses.append(_step(engine, read))
     engine.save_16bit_model(place)
-    again = _start(here, name, optimizer, stage)
+    engines = [engine]
+    if engine.is_pipe_parallel and "gemma" not in place.name:  # whose scale `materialize` does not compute
+        with torch.device("meta"):
+            empty = decoder(place.name.split(".")[0])
+        config = engine.config.to_dict()
+        engines.append(zero.initialize(model=empty, config=config, grid=engine.grid, weights=place)[0])
     again.load_checkpoint(place / "checkpoints")
-    last = list(batches(STEPS * MICRO_BATCHES))[-MICRO_BATCHES:]
-    resumed = _step(again, iter(last))
+    resumed = _step(again, iter(list(batches(STEPS * MICRO_BATCHES))[-MICRO_BATCHES:]))
     return {
         "losses": losses,
-        "resumed": (resumed, again.module_state_dict()),
         "weights": engine.module_state_dict(),
+        "evaluated": [float(each.eval_batch(batches(MICRO_BATCHES))) for each in engines],
+        "resumed": (resumed, again.module_state_dict()),
     }
 
 
-def _start(here: Grid, name: str, optimizer: str, stage: int) -> zero.DeepSpeedEngine:
+def _start(here: Grid | None, blocks: dict, name: str, optimizer: str, stage: int) -> zero.DeepSpeedEngine:
     config = config_of(optimizer, gradient_accumulation_steps=MICRO_BATCHES, zero_optimization={"stage": stage})
-    config["train_micro_batch_size_per_gpu"] = ROWS // here.data[1]
-    return zero.initialize(model=decoder(name), config=config, grid=here)[0]
+    ranks = int(os.environ["WORLD_SIZE"])
+    together = blocks.get("onebit", {}).get("tensor", 1) * blocks.get("pipeline", {}).get("stages", 1)
+    config["train_micro_batch_size_per_gpu"] = ROWS * together // ranks
+    return zero.initialize(model=decoder(name), config=config | blocks, grid=here)[0]
 
 
 def _step(engine: zero.DeepSpeedEngine, read: Iterator[dict[str, Tensor]]) -> float:

@@ -11,34 +11,53 @@ import decoder_ranks
 import pytest
 import torch
 from decoders import DECODERS, alone, decoder, transformers
-from ranks import run_torchrun
+from ranks import Ended, run_torchrun
 from torch import Tensor
 
+from onebit.zero.config.sections import Pipelining
 from onebit.zero.parallel.model_plan import training_plan
+from onebit.zero.pipeline.huggingface import DecoderPipeline, pair_of
 
 pytestmark = pytest.mark.processes
 
 OPTIMIZERS = ("AdamW", "OneBitAdam")
 Case = tuple[str, str, int]  # decoder, optimizer, stage
-GRIDS: Mapping[str, tuple[int, dict[str, int], list[Case]]] = {
-    "slices": (2, {"tensor": 2}, [(name, kind, 0) for name in DECODERS if name != "gpt2" for kind in OPTIMIZERS]),
+Blocks = dict[str, dict[str, object]]
+TENSOR: Blocks = {"onebit": {"tensor": 2}}
+STAGES: Blocks = {"pipeline": {"stages": 2}}
+GRIDS: Mapping[str, tuple[int, Blocks, list[Case]]] = {
+    "slices": (2, TENSOR, [(name, kind, 0) for name in DECODERS if "gpt2" not in name for kind in OPTIMIZERS]),
+    "stages": (2, STAGES, [(name, OPTIMIZERS[k % 2], k // 2 % 2) for k, name in enumerate(DECODERS)]),
+    "slices of stages": (4, STAGES | TENSOR, [("llama_tied", "OneBitAdam", 0), ("qwen3", "AdamW", 1)]),
+    "replicas": (8, STAGES | TENSOR, [("llama_tied", "OneBitAdam", 0), ("qwen3", "AdamW", 1)]),
 }
 ALL = [
-    pytest.param(grid, case, id=f"{grid}-{case[0]}-{case[1]}-{case[2]}") for grid in GRIDS for case in GRIDS[grid][2]
+    pytest.param(
+        grid,
+        case,
+        id=f"{grid}-{case[0]}-{case[1]}-{case[2]}",
+        marks=pytest.mark.thorough if grid == "replicas" else (),
+    )
+    for grid in GRIDS
+    for case in GRIDS[grid][2]
 ]
 
 
 @cache
-def folder_of(grid: str) -> Path:
-    ranks, axes, cases = GRIDS[grid]
+def start(grid: str) -> tuple[Ended, Path]:
+    """Started by whichever test asks first; all later ones read it, also if it failed."""
+    ranks, blocks, cases = GRIDS[grid]
     folder = tempfile.mkdtemp(prefix="decoders-")
-    run_torchrun(ranks, decoder_ranks.run, folder, axes, cases, timeout_s=110).check()
-    return Path(folder)
+    return run_torchrun(ranks, decoder_ranks.run, folder, blocks, cases, timeout_s=110), Path(folder)
 
 
-def results(grid: str, case: Case) -> list[dict]:
-    name, kind, stage = case
-    return [torch.load(folder_of(grid) / f"{name}.{kind}.{stage}.{rank}") for rank in range(GRIDS[grid][0])]
+def results(grid: str, case: Case) -> tuple[Path, list[dict]]:
+    """The folder of a case, and what each rank found."""
+    ended, folder = start(grid)
+    place = folder / ".".join(map(str, case))
+    files = [Path(f"{place}.{rank}") for rank in range(GRIDS[grid][0])]
+    assert all(file.exists() for file in files), ended.output
+    return place, [torch.load(file) for file in files]
 
 
 @cache
@@ -50,23 +69,26 @@ def twin(name: str, kind: str) -> tuple[list[float], dict[str, Tensor]]:
 def test_ranks_train_as_one_process(grid: str, case: Case) -> None:
     """Float32 sums in other orders: losses to 1e-6, weights to 2e-5 of a tensor's largest (embeddings of OLMo-2)."""
     losses, weights = twin(*case[:2])
-    found = results(grid, case)
+    _, found = results(grid, case)
     mean = torch.tensor([rank["losses"] for rank in found], dtype=torch.float64).mean(0).tolist()
     assert mean == pytest.approx(losses, rel=1e-6)
-    for name, x in found[0]["weights"].items():
-        torch.testing.assert_close(x, weights[name], rtol=0, atol=2e-5 * float(weights[name].abs().max()))
+    assert set().union(*(rank["weights"] for rank in found)) >= weights.keys()
+    for rank in found:
+        for name, x in rank["weights"].items():
+            torch.testing.assert_close(x, weights[name], rtol=0, atol=2e-5 * float(weights[name].abs().max()))
 
 
 @pytest.mark.parametrize(("grid", "case"), ALL)
 def test_a_run_resumes_and_its_weights_are_a_models(grid: str, case: Case) -> None:
     """The resumed step gives the same bits; the written file has every weight, whole, by the model's own names."""
-    found, place = results(grid, case), folder_of(grid) / ".".join(map(str, case))
+    place, found = results(grid, case)
     plain = decoder(case[0])
     plain.config.save_pretrained(place)
     read, report = type(plain).from_pretrained(place, output_loading_info=True)
     assert not any(report.values())
     for rank in found:
         loss, resumed = rank["resumed"]
+        assert len(set(rank["evaluated"])) == 1  # a model built on "meta" has the file's values
         assert loss == rank["losses"][-1] and resumed.keys() == rank["weights"].keys()
         for name, x in rank["weights"].items():
             assert torch.equal(x, resumed[name]) and torch.equal(x, read.state_dict()[name]), name
@@ -95,3 +117,30 @@ def test_styles_that_training_does_not_have_are_refused_by_name(kind: str, says:
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with pytest.raises(ValueError, match=says):
         training_plan(model, 2)
+
+
+def test_padding_at_the_end_needs_no_mask() -> None:
+    ids, labels = torch.arange(6).view(2, 3), torch.tensor([[1, 2, -100], [1, 2, 3]])
+    mask = (labels != -100).long()
+    inputs, target = pair_of({"input_ids": ids, "labels": labels, "attention_mask": mask})
+    assert inputs is ids and target is labels
+    for wrong, says in (
+        ({"attention_mask": mask.flip(1)}, "pad rows at the end"),
+        ({"attention_mask": mask, "labels": ids}, "with labels of -100"),
+        ({"position_ids": ids}, "input_ids and labels, got input_ids, labels, position_ids"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            pair_of({"input_ids": ids, "labels": labels} | wrong)
+
+
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [
+        ({"schedule": "interleaved"}, "one stage for each rank, and pipeline.schedule 'interleaved' has 2"),
+        ({"activation_checkpoint_interval": 1}, r"call model.gradient_checkpointing_enable\(\)"),
+        ({"partition": "time"}, "is for a PipelineModule"),
+    ],
+)
+def test_settings_for_lists_of_layers_are_refused(block: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        DecoderPipeline(decoder("llama"), Pipelining(**({"stages": 2} | block)))

@@ -13,7 +13,7 @@ from onebit import zero
 from onebit.comm import run_ranks
 from onebit.zero.config.optimizers import build_optimizer
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install onebit[transformers]")
 
 STEPS, ROWS, CONTEXT = 3, 4, 8
 _IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -26,6 +26,7 @@ _SHAPE = {
     "max_position_embeddings": 16,
 }
 _GROUPED = _SHAPE | {"num_key_value_heads": 2, "vocab_size": 97}
+_GPT2 = _IDS | {"n_embd": 24, "n_layer": 3, "n_head": 6, "n_positions": 16, "vocab_size": 97}
 # Class and configuration. A vocabulary of 97 is divided by no number of ranks, 96 by two.
 DECODERS: Mapping[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", _GROUPED | {"attention_bias": True, "mlp_bias": True}),
@@ -37,7 +38,8 @@ DECODERS: Mapping[str, tuple[str, dict[str, object]]] = {
     "phi3": ("Phi3", _GROUPED),
     "olmo2": ("Olmo2", _GROUPED),
     "gpt_neox": ("GPTNeoX", _SHAPE | {"vocab_size": 96, "rotary_pct": 0.5}),
-    "gpt2": ("GPT2", {**_IDS, "n_embd": 24, "n_layer": 3, "n_head": 6, "n_positions": 16, "vocab_size": 97}),
+    "gpt2": ("GPT2", _GPT2),
+    "gpt2_untied": ("GPT2", _GPT2 | {"tie_word_embeddings": False}),
 }
 _NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
@@ -45,8 +47,8 @@ _NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 def decoder(name: str, **changes: object) -> nn.Module:
     """The model, with the same values in every process."""
     family, options = DECODERS[name]
-    config = getattr(transformers, f"{family}Config")(**(options | (_NO_DROPOUT if name == "gpt2" else {}) | changes))
-    kind = getattr(transformers, f"{family}LMHeadModel" if name == "gpt2" else f"{family}ForCausalLM")
+    config = getattr(transformers, f"{family}Config")(**(options | (_NO_DROPOUT if family == "GPT2" else {}) | changes))
+    kind = getattr(transformers, f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
     torch.manual_seed(5)
     model: nn.Module = kind(config)
     with torch.no_grad():

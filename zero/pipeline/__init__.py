@@ -1,5 +1,5 @@
 """Pipeline stages.
 
-`layers.py` describes a model, `split.py` cuts a plain module, `run.py` runs the stages, `wire.py` compresses what they
-send each other.
+`layers.py` describes a model, `huggingface.py` cuts a decoder of transformers, `split.py` another module; `run.py` runs
+the stages, `wire.py` compresses what they send each other.
 """

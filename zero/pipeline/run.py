@@ -87,7 +87,8 @@ def check(config: Config, model: object) -> None:
     if not isinstance(model, PipelineModule):
         raise TypeError(
             f"{ranks} pipeline stages, but the model is a {type(model).__name__}: a pipeline needs an "
-            "onebit.zero.PipelineModule, a list of layers, which onebit.zero.split can make from a module"
+            "onebit.zero.PipelineModule, a list of layers, which onebit.zero.split can make from a module, or a causal "
+            "language model of transformers' of a type in onebit.zero.pipeline.huggingface.FAMILIES"
         )
     if (schedule not in _MULTI and chunks != 1) or (schedule == "zbv" and chunks != 2):
         fits = "has two stages on each rank" if schedule == "zbv" else "has one stage on each rank"
