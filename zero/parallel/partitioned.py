@@ -90,12 +90,14 @@ class Partitioned(Sharding):
             self._shards[p] = _shard(p, grid, dtype, pin_memory=pin_memory if moves else None)
         self.held = _twin(model, self._shards, {})
         self._scatter: _Scatter | None = None
+        self._gathered: list[list[Tensor]] = []  # parameters by the bucket in which their new rows travel
 
     def keep(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget the shards of parameters that this optimizer, made of those in `held`, does not have. Call it once."""
         trained = {x for group in optimizer.param_groups for x in group["params"]}
         self._shards = {p: shard for p, shard in self._shards.items() if shard in trained}
         self.held = _twin(self.model, self._shards, {})
+        self._gathered = in_buckets(list(self._shards), self._bucket_cap_mb, lambda p: (p.device, p.dtype))
         self._scatter = _Scatter(self._shards, self._stage, self._transport, self._bucket_cap_mb)
         self.model.zero_grad = _ZeroGrad(self)  # type: ignore[method-assign]
 
@@ -123,12 +125,11 @@ class Partitioned(Sharding):
     @contextmanager
     def backward(self, *, is_last: bool) -> Iterator[None]:
         assert self._scatter is not None, "call keep() before the first backward pass"
-        self._scatter.is_open = is_last or self._stage == 2
-        try:
+        if not is_last and self._stage == 1:
             yield
-            self._scatter.end_backward()
-        finally:
-            self._scatter.is_open = False
+            return
+        with self._scatter.sending():
+            yield
 
     def reduce(self, *, is_last: bool) -> float:
         assert self._scatter is not None, "call keep() before the first step"
@@ -167,7 +168,7 @@ class Partitioned(Sharding):
     @torch.no_grad()
     def gather(self) -> None:
         ranks, waiting = self._transport.world_size, []
-        for bucket in in_buckets(list(self._shards), self._bucket_cap_mb, lambda p: (p.device, p.dtype)):
+        for bucket in self._gathered:
             waiting.append((bucket, *self._launch_gather(bucket)))
             if len(waiting) > _IN_FLIGHT:
                 _take(*waiting.pop(0), ranks)
@@ -214,11 +215,23 @@ class _ZeroGrad:
 
 
 class _Scatter(DenseAverager):
-    """Sends gradients to their owners during backward, as `DenseAverager` does; sends nothing while not `is_open`."""
+    """Sends gradients to their owners as `DenseAverager` averages them, but during backward only within `sending`."""
 
     def __init__(self, shards: Mapping[Tensor, nn.Parameter], stage: int, transport: Transport, bucket_cap_mb: float):
-        self.is_open, self._shards, self._stage = False, shards, stage
+        self._shards, self._stage = shards, stage
         super().__init__(shards, transport, bucket_cap_mb)
+        self._is_paused = True
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Send the buckets whose gradients a backward pass in this block completes."""
+        self._is_paused = False
+        try:
+            yield
+            if self._stage == 2:  # another rank may wait for these before its backward pass goes on
+                self._launch_rest()
+        finally:
+            self._is_paused = True
 
     def _make_buckets(self, params: Sequence[Tensor], bucket_cap_mb: float) -> Sequence[Bucket]:
         groups = in_buckets(params, bucket_cap_mb, lambda p: (p.device, real_dtype(self._shards[p].dtype)))
@@ -226,17 +239,10 @@ class _Scatter(DenseAverager):
         return [_Rows(group, [self._shards[p] for p in group], self._stage, ranks) for group in groups]
 
     def _launch_complete(self) -> None:
-        if not self.is_open:
-            return
         super()._launch_complete()
         if self._stage == 2:
             for bucket in self._buckets[: max(0, self._launched - _IN_FLIGHT)]:
                 bucket.finish(self._transport.world_size)
-
-    def end_backward(self) -> None:
-        """At stage 2 send what has not left: other ranks may wait for it before their backward pass goes on."""
-        if self._stage == 2:
-            self._launch_rest()
 
     def discard(self) -> None:
         """Drop what was sent since the last step. All ranks at stage 2; at stage 1 it may be one."""

@@ -405,7 +405,7 @@ class Ties:
                 if not any(row[k] for row in rows):
                     continue
                 if p.grad is None:
-                    p.grad = torch.zeros_like(p)
+                    p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
                 held = local(p.grad)
                 whole = held.contiguous()
                 if whole.numel() > 0:
