@@ -114,6 +114,8 @@ class Form(ABC):
     """Whether gradients are averaged before the optimizer's step, and the optimizer sends nothing."""
     has_plain_state: ClassVar[bool] = False
     """Whether the optimizer's state may be replaced, because no part of it depends on earlier messages."""
+    trains: ClassVar[bool] = True
+    """Whether it has an optimizer that takes steps."""
     divides_state: ClassVar[bool] = False
     """Whether masters and moments are divided over replicas."""
 

@@ -69,7 +69,7 @@ def initialize(
     seed: int = 0,
     timeout_s: float = 300.0,
     **fills: Unpack[Fills],
-) -> tuple[E, torch.optim.Optimizer, Loader | None, LRScheduler | None]:
+) -> tuple[E, torch.optim.Optimizer | None, Loader | None, LRScheduler | None]:
     """Construct an engine of this class, its optimizer, data loader and scheduler. All ranks, once per model.
 
     The public function of this name, in `deepspeed/initializing.py`, documents the other arguments, the result and the
@@ -149,10 +149,12 @@ def initialize(
                 collate_fn=collate_fn,
             )
 
+    if not form.trains:
+        scheduler = None
     engine = engine_class(form, scheduler, loader, monitors, loss_fn, features)
     if grid.shape.size("pipe") > 1:
         engine.pipeline = pipeline.Pipeline(stages, read, grid, cast(Loss, loss_fn), form.sharding)
-    return engine, form.optimizer, loader, scheduler
+    return engine, form.optimizer if form.trains else None, loader, scheduler
 
 
 def _first(found: Iterable[T | None]) -> T | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TypedDict, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from .config.sections import Fp16
@@ -38,6 +38,13 @@ def cast_floats(tree: T, dtype: torch.dtype) -> T:
     """The tree with its floating-point tensors in this dtype. Other leaves stay as they are."""
     low: T = tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
     return low
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the floating-point parameters that have dims, in place. Buffers and scalars stay as they are."""
+    for p in model.parameters():
+        if p.is_floating_point() and p.dim() > 0:
+            p.data = p.data.to(dtype)
 
 
 @dataclass(frozen=True)

@@ -204,3 +204,82 @@ def is_rounded_right(stage: int) -> dict[str, Any]:
         found["bytes of gradients"] = sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)
     grid.close()
     return found
+
+
+# -------------------------------------------------------------------------------- several engines
+
+
+def _roles() -> dict[str, nn.Module]:
+    torch.manual_seed(6)
+    actor = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+    reward = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 1)).requires_grad_(False)
+    return {"actor": actor, "critic": nn.Linear(5, 1), "reference": copy.deepcopy(actor), "reward": reward}
+
+
+def _losses(roles: Mapping[str, Callable[[Tensor], Tensor]], x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """A clipped policy loss with a KL penalty, and the critic's."""
+    with torch.no_grad():
+        reward, before = roles["reward"](x).squeeze(1), torch.log_softmax(roles["reference"](x), -1)
+    value = roles["critic"](x).squeeze(1)
+    now = torch.log_softmax(roles["actor"](x), -1)
+    ratio = (now - before).gather(1, chosen[:, None]).squeeze(1).exp()
+    gain = (reward - value).detach()
+    policy = -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
+    return policy + 0.1 * (now.exp() * (now - before)).sum(-1).mean(), (value - reward).square().mean()
+
+
+def _choices(step: int, rank: int) -> Tensor:
+    return torch.randint(4, (3,), generator=torch.Generator().manual_seed(50 * step + rank))
+
+
+def several_engines() -> dict[str, Any]:
+    """Actor and critic beside a reference without optimizer, at stage 3, and a frozen reward: as in one process."""
+    torch.set_num_threads(1)
+    grid, found = grids.start(backend="gloo", timeout_s=30.0, shard=2), {}
+    adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0, "eps": 1e-2}}
+    configs = {
+        "actor": config(2, 1, adam), "critic": config(1, 1, adam), "reward": config(2, 1, adam),
+        "reference": {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 3}},
+    }  # fmt: skip
+    made = {role: zero.initialize(model=model, config=configs[role], grid=grid) for role, model in _roles().items()}
+    engines = {role: each[0] for role, each in made.items()}
+    alone_ = _roles()
+    adams = {
+        r: torch.optim.AdamW(alone_[r].parameters(), lr=0.01, weight_decay=0.0, eps=1e-2) for r in ("actor", "critic")
+    }
+    for step in range(STEPS):
+        for engine, loss in zip(
+            (engines["actor"], engines["critic"]),
+            _losses(engines, inputs(step, 0, grid.world.rank), _choices(step, grid.world.rank)),
+            strict=True,
+        ):
+            engine.backward(loss)
+            engine.step()
+        for rank in range(2):
+            for loss in _losses(alone_, inputs(step, 0, rank), _choices(step, rank)):
+                (loss / 2).backward()
+        for adam_ in adams.values():
+            adam_.step()
+            adam_.zero_grad()
+    gaps = {
+        role: max(float((x - alone_[role].state_dict()[name]).abs().max()) for name, x in whole(engines[role]).items())
+        for role in engines
+    }
+    found["gaps"], found["moved"] = (
+        gaps,
+        float((alone_["actor"][0].weight - alone_["reference"][0].weight).detach().abs().max()),
+    )
+    found["optimizers"] = [role for role, each in made.items() if each[1] is not None]
+    for role in ("reference", "reward"):
+        try:
+            engines[role].backward(engines["critic"](inputs(0, 0, 0)).mean())
+        except RuntimeError as error:
+            found[role] = str(error)
+    engines["reference"].save_checkpoint("weights")
+    engines["actor"].load_checkpoint("weights", load_module_only=True)
+    kept = whole(engines["reference"])
+    found["loads"] = all(torch.equal(x, kept[name]) for name, x in whole(engines["actor"]).items())
+    engines["actor"].save_checkpoint("weights", "trained")
+    engines["reference"].load_checkpoint("weights", "trained", load_module_only=True)
+    grid.close()
+    return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from partitioned_ranks import LOSSES, MICROS, alone, config, is_rounded_right, shares_a_trunk, trains
+from partitioned_ranks import LOSSES, MICROS, alone, config, is_rounded_right, several_engines, shares_a_trunk, trains
 from ranks import run_torchrun
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01, "eps": 1e-2}}
@@ -59,3 +59,13 @@ def test_rounded_weights_follow_what_scripts_write(stage: int) -> None:
         # exp_avg of three steps with gradient 1, of which one had half of it, and one with 7
         assert rank["moment"] == pytest.approx([0.1 * 7 + 0.09 * 0.5 + 0.1 * 0.81 + 0.1 * 0.729], rel=1e-2)
         assert rank["bytes of gradients"] == 0
+
+
+def test_engines_without_an_optimizer_compute_beside_those_that_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for rank in run_torchrun(2, several_engines).check().results:
+        assert max(rank["gaps"].values()) < 2e-6 and rank["moved"] > 0.01, rank
+        assert rank["optimizers"] == ["actor", "critic"] and rank["loads"]
+        assert "this engine trains nothing" in rank["reference"] and "this engine trains nothing" in rank["reward"]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 # Any: None without training_data or without a schedule. The caller knows which, and need not check.
-Initialized = tuple[DeepSpeedEngine, torch.optim.Optimizer, Loader | Any, LRScheduler | Any]
+Initialized = tuple[DeepSpeedEngine, torch.optim.Optimizer | Any, Loader | Any, LRScheduler | Any]
 
 
 def initialize(
@@ -92,7 +92,8 @@ def initialize(
         **fills: Values for "auto" in the configuration, see `Fills`.
 
     Returns:
-        (engine, optimizer, loader, scheduler); loader and scheduler are None if there is none.
+        (engine, optimizer, loader, scheduler); each but the engine is None if there is none. Without an optimizer, or
+        if no parameter requires gradients, the engine computes, as a reference or reward model, and refuses backward().
 
     Raises:
         ValueError: The configuration or an argument is wrong. Before anything is sharded, as all errors here.

@@ -8,6 +8,8 @@
     replicated   stage 0, float32         the model as it is; a one-bit optimizer sends buckets during backward
     intra_node   stages 1 to 3, and any   shards over the ranks of a node (`parallel/`); a one-bit
                  stage in bf16 and fp16   optimizer on them, between nodes. Masters are float32, computing is in dtype
+    untrained    no optimizer, or all     parameters in dtype; at stage 3 FSDP2's. Not chosen among the others: `build`
+                 parameters frozen        takes it
     inter_node   stages 1 and 2           `sharded/`: sharding itself crosses the slow network, in one bit and four
 
 To add a form, write a file in this folder with a class that implements `../form.py`, and a line in `FORMS`.
@@ -36,6 +38,7 @@ from .intra_node import IntraNode
 from .local import Local
 from .offloaded import Offloaded
 from .replicated import Replicated
+from .untrained import Untrained
 
 log = logging.getLogger(__name__)
 
@@ -126,9 +129,16 @@ def build(given: Given) -> Form:
         TypeError: A parameter has a dtype that does not fit the form.
     """
     config, grid, model = given.config, given.grid, given.model
-    form = choose(config, grid.shape)
+    # A pipeline's stages differ in what they train, and must take the same form.
+    is_frozen = grid.shape.size("pipe") == 1 and not any(p.requires_grad for p in model.parameters())
+    has_optimizer = given.make is not None or config.optimizer is not None
+    form = choose(config, grid.shape) if has_optimizer and not is_frozen else Untrained
     form.check(given)
     if grid.world.rank == 0:
+        if has_optimizer and is_frozen:
+            log.warning(
+                "no parameter requires gradients: the optimizer has nothing to train, and backward() is refused"
+            )
         for warning in form.without_effect(config, grid.shape):
             log.warning("%s", warning)
     _begin_equal(model, grid)
