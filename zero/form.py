@@ -30,7 +30,15 @@ from .parallel.sharding import Sharding
 from .parallel.tensor import Plan
 from .pipeline.run import Ties
 
-_OF_ALL = {"sharding", "ranks_per_node", "tensor", "keep_checkpoints", "bucket_cap_mb", "max_consecutive_skips"}
+_OF_ALL = {
+    "sharding",
+    "ranks_per_node",
+    "tensor",
+    "keep_checkpoints",
+    "bucket_cap_mb",
+    "max_consecutive_skips",
+    "forward_methods",
+}
 """Keys of the block "onebit" that every form acts on."""
 
 
@@ -161,6 +169,9 @@ class Form(ABC):
             TypeError: A parameter has a dtype that does not fit.
         """
         config, shape = given.config, given.grid.shape
+        for name in config.onebit.forward_methods:
+            if not callable(getattr(given.model, name, None)):
+                raise ValueError(f"onebit.forward_methods: {type(given.model).__name__} has no method {name!r}")
         if is_plain(config) and shape.size("shard") > 1:
             raise ValueError(
                 f"stage 0 shards nothing, and the grid has {shape.size('shard')} ranks along its shard axis, which "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import ParamsT
 from torch.utils.data import Dataset
@@ -181,6 +181,11 @@ def checked(model: object) -> nn.Module | PipelineModule:
             raise TypeError(
                 f"the model is wrapped in {type(part).__name__}; the engine averages gradients and shards by itself: "
                 "pass the model without it (wrapped.module)"
+            )
+        if isinstance(part, FSDPModule):
+            raise TypeError(
+                f"{type(part).__name__} is sharded by FSDP2 already, by another engine at stage 3 or by fully_shard; "
+                "two engines share a trunk at stages 1 and 2, which keep whole parameters"
             )
     return model
 

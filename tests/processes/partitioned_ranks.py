@@ -206,6 +206,43 @@ def is_rounded_right(stage: int) -> dict[str, Any]:
     return found
 
 
+def trains_at_stage_3(cases: Sequence[dict[str, Any]], folder: str) -> list[str]:
+    """The same model under FSDP2, which leaves some parameters whole, and a checkpoint of it at stage 1."""
+    torch.set_num_threads(1)
+    grid, found, texts = grids.start(backend="gloo", timeout_s=30.0, shard=2), [], []
+    for given in cases:
+        engine = zero.initialize(model=odd(), config=copy.deepcopy(given), grid=grid)[0]
+        for step in range(STEPS):
+            for micro in range(given["gradient_accumulation_steps"]):
+                x = inputs(step, micro, grid.world.rank)
+                engine.backward(engine(x).square().mean() + engine.module.encode(x).square().mean())
+                engine.step()
+            if step == STEPS // 2:
+                engine.save_checkpoint(f"{folder}/{len(found)}")
+        found.append(whole(engine))
+        other = {**given, "zero_optimization": {"stage": 1}, "onebit": {}}
+        again = zero.initialize(model=odd(), config=other, grid=grid)[0]
+        again.load_checkpoint(f"{folder}/{len(found) - 1}")
+        for step in range(STEPS // 2 + 1, STEPS):
+            for micro in range(given["gradient_accumulation_steps"]):
+                again.backward(by_encoder(again, inputs(step, micro, grid.world.rank)))
+                again.step()
+        found.append(whole(again))
+    for model in (engine.module, _Missing()):
+        try:
+            zero.initialize(model=model, config=cases[0], grid=grid)
+        except (TypeError, ValueError) as error:
+            texts.append(str(error))
+    torch.save(found, f"{folder}/{grid.world.rank}.pt")
+    grid.close()
+    return texts
+
+
+class _Missing(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+
 # -------------------------------------------------------------------------------- several engines
 
 

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from partitioned_ranks import LOSSES, MICROS, alone, config, is_rounded_right, several_engines, shares_a_trunk, trains
+from partitioned_ranks import (
+    LOSSES,
+    MICROS,
+    alone,
+    config,
+    is_rounded_right,
+    several_engines,
+    shares_a_trunk,
+    trains,
+    trains_at_stage_3,
+)
 from ranks import run_torchrun
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01, "eps": 1e-2}}
@@ -69,3 +79,17 @@ def test_engines_without_an_optimizer_compute_beside_those_that_train(
         assert max(rank["gaps"].values()) < 2e-6 and rank["moved"] > 0.01, rank
         assert rank["optimizers"] == ["actor", "critic"] and rank["loads"]
         assert "this engine trains nothing" in rank["reference"] and "this engine trains nothing" in rank["reward"]
+
+
+def test_stage_3_leaves_whole_what_fsdp2_refuses(tmp_path: Path) -> None:
+    methods = {"onebit": {"forward_methods": ["encode"]}}
+    cases = [config(3, micros, ADAM, **methods) for micros in (1, MICROS)]
+    results = run_torchrun(2, trains_at_stage_3, cases, str(tmp_path)).check().results
+    for rank in range(2):
+        for k, weights in enumerate(torch.load(tmp_path / f"{rank}.pt")):
+            expected = alone(cases[k // 2], "by_encoder")["weights"]
+            for name, x in weights.items():
+                torch.testing.assert_close(x, expected[name].to(x.dtype), rtol=0, atol=2e-6, msg=f"{k} {name}")
+        trunk, method = results[rank]
+        assert "is sharded by FSDP2 already" in trunk and "stages 1 and 2" in trunk
+        assert "onebit.forward_methods: _Missing has no method 'encode'" in method

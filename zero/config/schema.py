@@ -84,6 +84,12 @@ def _integers(value: object) -> tuple[int, ...]:
     return tuple(_integer(item) for item in _list(value))
 
 
+def _texts(value: object) -> tuple[str, ...]:
+    if isinstance(value, list | tuple):
+        return tuple(_text(each) for each in value)
+    raise TypeError
+
+
 def _rates(value: object) -> float | tuple[float, ...]:
     return _several(value) if isinstance(value, list | tuple) else _number(value)
 
@@ -100,6 +106,7 @@ FLOAT = Kind("a number", _number)
 TEXT = Kind("a string", _text)
 PAIR = Kind("a list of two numbers", _pair)
 INTS = Kind("a list of integers", _integers)
+TEXTS = Kind("a list of strings", _texts)
 RATES = Kind("a number, or a list with one for each parameter group,", _rates)
 STEPS = Kind('a number of steps or "auto"', _steps)
 EVERY = Kind('a number of steps, "auto", or an object that says when', _every)

@@ -17,7 +17,7 @@ from ...comm import CODECS, momentum_codecs
 from . import schema
 from .ignored_keys import BF16, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
 from .local_steps import LocalRounds
-from .schema import BOOL, FLOAT, INT, LIST, TEXT, Inert, block, check_block, key
+from .schema import BOOL, FLOAT, INT, LIST, TEXT, TEXTS, Inert, block, check_block, key
 
 DTYPES = ("fp32", "bf16", "fp16")
 _WIRES = tuple(name for name in CODECS if name != "fp32")
@@ -267,6 +267,8 @@ class Onebit:
         variance_floor: See `onebit.arithmetic.adam.floor_of_blocks`.
         tensor: Ranks that compute each layer together (`parallel/tensor.py`); null: one, or those of the given grid.
         keep_checkpoints: Number of this run's newest checkpoints to keep in a folder; null: all.
+        forward_methods: Names of the model's methods, besides forward, that compute with its parameters: stage 3
+            gathers for them as well.
         local_steps: Rounds of differences around a dense optimizer, see there.
     """
 
@@ -285,6 +287,7 @@ class Onebit:
     tensor: int | None = key(None, INT, null=True, least=1)
     keep_checkpoints: int | None = key(None, INT, null=True, least=1)
     delay: int = key(0, INT, least=0)
+    forward_methods: tuple[str, ...] = key((), TEXTS)
     local_steps: LocalRounds = schema.block(LocalRounds)  # `block` is a key here
 
     def __post_init__(self) -> None:

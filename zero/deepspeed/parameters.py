@@ -55,7 +55,7 @@ class _Held(NamedTuple):
 def _find(given: Tensor) -> _Held | None:
     """The parameter with its engine; None: it belongs to no engine."""
     for engine in _engines:
-        p = engine.sharding.shard_of(given) if engine.sharding.divides_parameters else given
+        p = engine.sharding.resident(given)
         engine.sharding.release()
         for name, other in engine.module.named_parameters(remove_duplicate=False):
             if other is p:

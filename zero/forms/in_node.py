@@ -34,8 +34,7 @@ class InNode(Form):
         if given.ties is not None:
             held = replace(held, tied={sharding.shard_of(p): count for p, count in given.ties.holders().items()})
         optimizer = cls.make_optimizer(replace(given, model=sharding.held), held)
-        if isinstance(sharding, Partitioned):
-            sharding.keep(optimizer)
+        sharding.keep(optimizer)
         return cls(given, optimizer, sharding, held)
 
     @classmethod
@@ -48,26 +47,29 @@ class InNode(Form):
         config, grid, model = given.config, given.grid, given.model
         low = None if config.dtype == torch.float32 else config.dtype
         on_host, stage = cls.share_on_host(config), config.zero_optimization.stage
+        whole, methods = fsdp.refused(model) if stage == 3 else None, config.onebit.forward_methods
         if stage == 3:
             for part in parts_of(model):
                 blocks = part.blocks() if isinstance(part, Stage) else None
                 options: dict[str, Any] = {"offload": on_host > 0.0, "ratio": on_host, "pin_memory": pins(config)}
-                fsdp.shard(part, grid, stage, dtype=low, blocks=blocks, **options)
+                fsdp.shard(part, grid, stage, dtype=low, blocks=blocks, whole=whole or (), methods=methods, **options)
         if given.fill is not None:
             fill(given.fill, grid, model, on_host if stage == 3 else 0.0)
-        if stage == 3:
-            return fsdp.FullyShard(model)
         if is_plain(config):
             return Sharding(model)
-        return Partitioned(
+        if stage == 3 and not whole:
+            return fsdp.FullyShard(model)
+        partitioned = Partitioned(
             model,
             grid,
-            max(stage, 1),
+            min(max(stage, 1), 2),
             dtype=low,
             on_host=on_host,
             pin_memory=pins(config),
             bucket_cap_mb=config.onebit.bucket_cap_mb,
+            params=whole,
         )
+        return fsdp.FullyShard(model, partitioned) if stage == 3 else partitioned
 
     @classmethod
     def make_optimizer(cls, given: Given, held: ModelParallelGroup) -> torch.optim.Optimizer:

@@ -61,7 +61,10 @@ class Untrained(Form):
         if given.tensor_plan is not None:
             tensor.parallelize(model, grid, given.tensor_plan, is_stage=given.ties is not None)
         for part in parts_of(model) if stage == 3 else ():
-            fsdp.shard(part, grid, stage, blocks=part.blocks() if isinstance(part, Stage) else None)
+            blocks = part.blocks() if isinstance(part, Stage) else None
+            fsdp.shard(
+                part, grid, stage, blocks=blocks, whole=fsdp.refused(part), methods=config.onebit.forward_methods
+            )
         if given.fill is not None:
             fill(given.fill, grid, model, 0.0)
         return cls(given, NoOptimizer(), fsdp.FullyShard(model) if stage == 3 else Sharding(model))

@@ -31,18 +31,26 @@ unsharded, in float32 where dtype was given.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from ..grid import Grid
 from ..offload.layout import kept
 from ..pipeline.layers import parts_of
-from .sharding import Sharding
+from .sharding import Sharding, ZeroGrad
 from .turns import count_passes, forget_uses, groups_of, passes_of, stand_in, take_turns
 
 STAGES = (1, 2, 3)
@@ -58,6 +66,8 @@ def shard(
     offload: bool = False,
     ratio: float = 1.0,
     pin_memory: bool = True,
+    whole: Collection[Tensor] = (),
+    methods: Iterable[str] = (),
 ) -> nn.Module:
     """Shard a model over the grid's shard axis, in place. All ranks call it, before the optimizer is made.
 
@@ -77,6 +87,8 @@ def shard(
         ratio: With offload, the share of the model's elements to keep in host memory, at least: those of the root and
             of the last blocks. 1 by default.
         pin_memory: Whether offloaded memory is page-locked if there is CUDA; True by default.
+        whole: Parameters that stay as they are, and whose gradients nobody reduces; none by default.
+        methods: Names of the model's methods that gather as forward does; none by default.
 
     Returns:
         The model.
@@ -89,11 +101,12 @@ def shard(
             f"stage must be 1, 2 or 3, got {stage!r}; at stage 0 nothing is sharded: give the optimizer the plain model"
         )
     for p in model.parameters() if dtype is not None else ():
-        if p.is_floating_point() and p.requires_grad:
+        if p.is_floating_point() and p.requires_grad and p not in whole:
             p.data = p.data.float()  # safe: no optimizer holds them yet, and FSDP2 replaces them anyway
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
-    options: dict[str, Any] = {"mesh": grid.mesh["shard"], "mp_policy": policy}
-    modules = [model, *(blocks_of(model) if blocks is None else blocks)]
+    options: dict[str, Any] = {"mesh": grid.mesh["shard"], "mp_policy": policy, "ignored_params": set(whole)}
+    found = blocks_of(model) if blocks is None else blocks
+    modules = [model, *(block for block in found if any(p not in whole for p in block.parameters()))]
     policies = [OffloadPolicy()] * len(modules)
     if offload and ratio > 0.0:
         away = CPUOffloadPolicy(pin_memory=pin_memory and torch.cuda.is_available())
@@ -106,8 +119,15 @@ def shard(
     count_passes(model, modules)
     if grid.shape.size("shard") > 1:
         take_turns(model, modules, grid.transports["shard"], stage)
+    for name in methods:
+        register_fsdp_forward_method(model, name)
     model.zero_grad = partial(zero_grad, model)  # type: ignore[method-assign]
     return model
+
+
+def refused(model: nn.Module) -> set[Tensor]:
+    """The parameters that FSDP2 does not shard: scalars, complex ones, and those whose rows are not contiguous."""
+    return {p for p in model.parameters() if p.dim() == 0 or p.is_complex() or not p.is_contiguous()}
 
 
 def _kept_blocks(modules: Sequence[nn.Module], ratio: float) -> int:
@@ -223,10 +243,44 @@ def _root(model: nn.Module) -> FSDPModule:
 
 
 class FullyShard(Sharding):
-    """FSDP2 at stage 3 over a model that went through `shard`, as the engine drives it."""
+    """FSDP2 at stage 3 over a model that went through `shard`, as the engine drives it.
+
+    Args:
+        model: The model, or this rank's stages of a pipeline.
+        rest: Divides gradients and state of parameters that stayed whole. Default None: there are none.
+    """
 
     divides_parameters = True
     reduces_in_pipeline = True
+
+    def __init__(self, model: nn.Module, rest: Sharding | None = None):
+        super().__init__(model)
+        self._rest = Sharding(model) if rest is None else rest
+        self.held = self._rest.held
+
+    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+        self._rest.keep(optimizer)
+        self.held = self._rest.held
+        self.model.zero_grad = ZeroGrad(self)  # type: ignore[method-assign]
+
+    @property
+    def scalars(self) -> Mapping[str, Tensor]:
+        return self._rest.scalars
+
+    def backward(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return self._rest.backward(is_last=is_last)
+
+    def reduce(self, *, is_last: bool) -> float:
+        return self._rest.reduce(is_last=is_last)
+
+    def gather(self) -> None:
+        self._rest.gather()
+
+    def adopt(self) -> None:
+        self._rest.adopt()
+
+    def trained(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
+        return self._rest.trained(optimizer)
 
     def begin_forward(self, *, is_last: bool) -> None:
         begin_micro_batch(self.model, 3, is_last=is_last)
@@ -248,9 +302,13 @@ class FullyShard(Sharding):
 
     def drop_gradients(self) -> None:
         for part in parts_of(self.model):
-            drop_unreduced(part)
+            zero_grad(part)
+        self._rest.drop_gradients()
 
-    def shard_of(self, p: Tensor) -> Tensor:
+    def resident(self, p: Tensor) -> Tensor:
         for part in parts_of(self.model):
             p = sharded_of(part, p)
         return p
+
+    def shard_of(self, p: Tensor) -> Tensor:
+        return self._rest.shard_of(p)

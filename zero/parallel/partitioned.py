@@ -28,10 +28,8 @@ Rests on `onebit/dense.py`, which sends buckets during backward.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +44,7 @@ from ...usage.frozen import check_place, gradient_of
 from ...usage.marks import marks_of
 from ..grid import Grid
 from .dense import like
-from .sharding import Sharding
+from .sharding import Sharding, ZeroGrad
 from .tensor import place_gradients
 
 _BY_ROWS: Placement = Shard(0)
@@ -66,6 +64,7 @@ class Partitioned(Sharding):
         on_host: Share of the elements, 0 to 1, with shards in host memory. Default 0.
         pin_memory: Whether that memory is page-locked if there is CUDA. Default True.
         bucket_cap_mb: Largest bucket, in MiB. Default 25.
+        params: The parameters whose gradients and state are divided. Default None: all of the model's.
     """
 
     def __init__(
@@ -78,14 +77,16 @@ class Partitioned(Sharding):
         on_host: float = 0.0,
         pin_memory: bool = True,
         bucket_cap_mb: float = 25.0,
+        params: Collection[Tensor] | None = None,
     ):
         super().__init__(model)
         self._transport: Transport = grid.transports["shard"]
         self._stage, self._bucket_cap_mb = stage, bucket_cap_mb
-        params = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
-        away = set(_last(params, on_host))
+        those = [p for p in model.parameters() if params is None or p in params]
+        those = [p for p in those if p.is_floating_point() or p.is_complex()]
+        away = set(_last(those, on_host))
         self._shards: dict[Tensor, nn.Parameter] = {}
-        for p in params:
+        for p in those:
             moves = p in away and local(p).device.type != "cpu"
             self._shards[p] = _shard(p, grid, dtype, pin_memory=pin_memory if moves else None)
         self.held = _twin(model, self._shards, {})
@@ -93,13 +94,12 @@ class Partitioned(Sharding):
         self._gathered: list[list[Tensor]] = []  # parameters by the bucket in which their new rows travel
 
     def keep(self, optimizer: torch.optim.Optimizer) -> None:
-        """Forget the shards of parameters that this optimizer, made of those in `held`, does not have. Call it once."""
         trained = {x for group in optimizer.param_groups for x in group["params"]}
         self._shards = {p: shard for p, shard in self._shards.items() if shard in trained}
         self.held = _twin(self.model, self._shards, {})
         self._gathered = in_buckets(list(self._shards), self._bucket_cap_mb, lambda p: (p.device, p.dtype))
         self._scatter = _Scatter(self._shards, self._stage, self._transport, self._bucket_cap_mb)
-        self.model.zero_grad = _ZeroGrad(self)  # type: ignore[method-assign]
+        self.model.zero_grad = ZeroGrad(self)  # type: ignore[method-assign]
 
     @property
     def scalars(self) -> dict[str, Tensor]:
@@ -194,21 +194,6 @@ class Partitioned(Sharding):
     def trained(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
         held: dict[Tensor, Tensor] = {shard: p for p, shard in self._shards.items()}
         return [held.get(x, x) for x in super().trained(optimizer)]
-
-
-class _ZeroGrad:
-    """Replaces model.zero_grad(): torch's does not reach reduced gradients. Copies of the model get torch's."""
-
-    def __init__(self, sharding: Partitioned):
-        self._model, self._sharding = sharding.model, weakref.ref(sharding)
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        nn.Module.zero_grad(self._model, set_to_none)
-        if (sharding := self._sharding()) is not None:
-            sharding.drop_gradients()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return partial, (nn.Module.zero_grad, self._model)
 
 
 # -------------------------------------------------------------------------------- gradients to their owners

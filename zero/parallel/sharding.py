@@ -5,8 +5,10 @@ A form has one. This base divides nothing. `partitioned.py` is of stages 1 and 2
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -36,6 +38,9 @@ class Sharding:
     def scalars(self) -> Mapping[str, Tensor]:
         """The 0-dim parameters of the model that `held` has in another shape, by all their names."""
         return {}
+
+    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget the shards that this optimizer, made of parameters of `held`, does not have. Called once."""
 
     def begin_forward(self, *, is_last: bool) -> None:
         """Prepare a forward pass. is_last: whether it is the last of its step, or without a backward pass."""
@@ -78,10 +83,29 @@ class Sharding:
     def drop_gradients(self) -> None:
         """Drop gradients that an optimizer's zero_grad() does not reach."""
 
+    def resident(self, p: Tensor) -> Tensor:
+        """Return the parameter that the model has between steps for one that it has now."""
+        return p
+
     def shard_of(self, p: Tensor) -> Tensor:
-        """Return the optimizer's parameter for one of the model's. p: as it is in the model now."""
+        """Return the optimizer's parameter for one that the model has between steps."""
         return p
 
     def trained(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
         """Return the model's parameters that this optimizer has."""
         return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+class ZeroGrad:
+    """Replaces model.zero_grad(): torch's does not reach reduced gradients. Copies of the model get torch's."""
+
+    def __init__(self, sharding: Sharding):
+        self._model, self._sharding = sharding.model, weakref.ref(sharding)
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        nn.Module.zero_grad(self._model, set_to_none)
+        if (sharding := self._sharding()) is not None:
+            sharding.drop_gradients()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial, (nn.Module.zero_grad, self._model)
