@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,10 +31,12 @@ from onebit import zero
 from onebit.model_parallel import local
 from onebit.zero.plan import Run, plan
 
-RANKS, STEPS = 4, 3
+RANKS, STEPS = 4, 7
 # (optimizer of the configuration, plan's name for it, stage, ranks per node)
 CASES = (
     ("AdamW", "AdamW", 1, 4),
+    ("AdamW", "AdamW", 2, 4),
+    ("AdamW", "AdamW", 3, 4),
     ("OneBitAdam", "sharded int4", 1, 1),
     ("OneBitAdam", "sharded int4", 2, 1),
     ("OneBitAdam", "OneBitAdam", 0, 1),
@@ -83,13 +86,17 @@ def count(case: Sequence, size: str, grid: zero.grid.Grid) -> dict[str, float]:
     engine, *_ = zero.initialize(model=WithLoss(size), config=config, grid=grid)
     elements = sum(p.numel() for p in engine.module.parameters())
     windows = torch.randint(VOCABULARY, (1, SIZES[size].context + 1))
-    for step in range(STEPS):
+    seconds = []
+    for _ in range(STEPS - 1):
+        began = time.perf_counter()
         engine.backward(engine(windows))
-        if step == STEPS - 1:
-            in_backward = counted()
-            grads = sum(local(p.grad).nbytes for p in engine.module.parameters() if p.grad is not None)
         engine.step()
-    held = [local(p).nbytes for p in engine.module.parameters()]
+        seconds.append(time.perf_counter() - began)
+    engine.backward(engine(windows))
+    in_backward = counted()
+    engine.sharding.reduce(is_last=True)
+    grads = bytes_of(p.grad for p in parameters_of(engine))
+    engine.step()
     optimizer_bytes = (
         engine.optimizer.state_bytes()
         if hasattr(engine.optimizer, "state_bytes")
@@ -97,12 +104,24 @@ def count(case: Sequence, size: str, grid: zero.grid.Grid) -> dict[str, float]:
     )
     engine.synchronise()
     return {
-        "parameters": sum(held) / elements,
+        "parameters": bytes_of(parameters_of(engine)) / elements,
         "gradients": grads / elements,
         "state": optimizer_bytes / elements,
         "after backward": (in_backward - others) / elements,
         "after the step": (counted() - others) / elements,
+        "seconds": statistics.median(seconds),
     }
+
+
+def parameters_of(engine: zero.Engine) -> list[Tensor]:
+    """The model's parameters, and those that the optimizer has."""
+    return [*engine.module.parameters(), *engine.sharding.held.parameters()]
+
+
+def bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the storages that these refer to, each counted once; a view of rows is of its whole."""
+    held = [local(x) for x in tensors if x is not None]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
 
 
 def counted() -> int:
@@ -131,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     heads = (
         "optimizer", "stage", "ranks per node", "parameters", "gradients", "state", "state, by the estimator",
-        "all tensors after backward", "after the step",
+        "all tensors after backward", "after the step", "seconds of a step",
     )  # fmt: skip
     rows = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1)]
     rows += [row(case, found) for case, found in zip(CASES, measured(args.size), strict=True)]
@@ -140,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 `python scripts/bench.py zero_memory`, {time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__}.
 GPT `{args.size}`, {RANKS} ranks over Gloo, bfloat16, errors in bfloat16, after {STEPS} steps (the one-bit optimizers
 compress by then). Bytes per parameter of the model; the columns "all tensors" count every storage once, wire buffers,
-buckets and gathered copies included.
+buckets and gathered copies included. Seconds are medians over {STEPS - 1} steps.
 
 {chr(10).join(rows)}
 """
@@ -167,4 +186,5 @@ def row(case: Sequence, found: dict) -> str:
     columns = ("parameters", "gradients", "state", "after backward", "after the step")
     cells = [f"{found[column]:.2f}" for column in columns]
     cells.insert(3, f"{expected.state:.2f}")
+    cells.append(f"{found['seconds']:.3f}")
     return f"| {name if name.startswith('sharded') else optimizer} | {stage} | {per_node} | {' | '.join(cells)} |"

@@ -189,7 +189,21 @@ def test_stage_3_file() -> None:
 def test_our_own_block() -> None:
     config = read("onebit_adam_sharded.json")
     assert config.onebit == Onebit(
-        "inter_node", "sign", 1, "always", 4.0, "bf16", "sign", None, 128, 0.02, 10, 40, 1, 3
+        "inter_node",
+        "sign",
+        1,
+        "always",
+        4.0,
+        "bf16",
+        "sign",
+        None,
+        128,
+        0.02,
+        10,
+        40,
+        1,
+        3,
+        forward_methods=("forward",),
     )
     assert config.ranks_per_shard_group == 1 and read("mics_zero_one_adam.json").ranks_per_shard_group == 2
 

@@ -19,8 +19,9 @@ of P parameters, in elements, and what it sends and receives of them in a step o
 
 1. The optimizer steps on a shard of each parameter: the rows that FSDP2 would give this rank. If the parameter has the
    shard's dtype and device, the shard is a view of it; else (bf16, fp16, state in host memory) a float32 master.
-2. Gradients leave during backward, in buckets in one order, each row to its owner, which adds them in rank order. At
-   stage 2 a gradient is freed as soon as it has left. `reduce` sends what has not left yet.
+2. Gradients leave during backward, in buckets in one order, each row to its owner, which adds them in rank order. Two
+   buckets are under way at a time. At stage 2 a gradient is freed as soon as it has left. `reduce` sends what changed
+   since, or has not left, because this rank had no backward pass.
 3. After the optimizer's step `gather` gives every rank the new rows of all others.
 
 Rests on `onebit/dense.py`, which sends buckets during backward.
@@ -49,7 +50,7 @@ from .tensor import place_gradients
 
 _BY_ROWS: Placement = Shard(0)
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
-_IN_FLIGHT = 2  # buckets under way at a time: their memory is what stage 2 saves
+_IN_FLIGHT = 2
 
 
 class Partitioned(Sharding):
@@ -213,8 +214,7 @@ class _Scatter(DenseAverager):
         self._is_paused = False
         try:
             yield
-            if self._stage == 2:  # another rank may wait for these before its backward pass goes on
-                self._launch_rest()
+            self._launch_rest()  # another rank may wait for these before its backward pass goes on
         finally:
             self._is_paused = True
 
@@ -225,9 +225,18 @@ class _Scatter(DenseAverager):
 
     def _launch_complete(self) -> None:
         super()._launch_complete()
-        if self._stage == 2:
-            for bucket in self._buckets[: max(0, self._launched - _IN_FLIGHT)]:
-                bucket.finish(self._transport.world_size)
+        self._land()
+
+    def _launch_rest(self) -> None:
+        for bucket in self._buckets[self._launched :]:
+            bucket.launch(self._transport, self._channel)
+            self._launched += 1
+            self._land()
+
+    def _land(self) -> None:
+        """Wait for the oldest buckets, so that few are under way: each has the memory of its gradients twice."""
+        for bucket in self._buckets[: max(0, self._launched - _IN_FLIGHT)]:
+            bucket.finish(self._transport.world_size)
 
     def discard(self) -> None:
         """Drop what was sent since the last step. All ranks at stage 2; at stage 1 it may be one."""
