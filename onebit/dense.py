@@ -172,6 +172,7 @@ class DenseAverager:
         self._buckets: list[Bucket] = []
         self._launched = 0
         self._is_paused = self._sends_late = False
+        self._absent: Sequence[bool] = ()
         self._add([p for p in given if p.requires_grad])
 
     def _make_buckets(self, params: Sequence[Tensor], bucket_cap_mb: float) -> Sequence[Bucket]:
@@ -212,6 +213,10 @@ class DenseAverager:
         waited_ms = self._send_stale_again(edited)
         return waited_ms + sum(bucket.finish(self._transport.world_size) for bucket in self._buckets)
 
+    def _present(self) -> Sequence[bool]:
+        """Which gradients this rank has, if ranks are to tell each other; `_absent` then is where none had one."""
+        return ()
+
     @torch.no_grad()
     def _launch_rest(self) -> None:
         """Send the buckets that have not left."""
@@ -225,6 +230,7 @@ class DenseAverager:
             return 0.0
         flags = [float(bucket.is_stale() or is_edited) for bucket, is_edited in zip(self._buckets, edited, strict=True)]
         flags += [float(gradient_of(p) is not None) for p in self._frozen]
+        flags += map(float, self._present())
         stale = torch.tensor(flags, device=everything[0].device, dtype=torch.float32)
         waited_ms = _wait(self._transport.all_reduce(stale))
         ranks_by_flag = stale.tolist()
@@ -233,7 +239,9 @@ class DenseAverager:
             if ranks > 0:
                 waited_ms += bucket.recall(self._transport.world_size)
                 bucket.launch(self._transport, self._channel)
-        unfrozen = [p for p, ranks in zip(self._frozen, ranks_by_flag[known:], strict=True) if ranks > 0]
+        frozen_to = known + len(self._frozen)
+        self._absent = [ranks == 0 for ranks in ranks_by_flag[frozen_to:]]
+        unfrozen = [p for p, ranks in zip(self._frozen, ranks_by_flag[known:frozen_to], strict=True) if ranks > 0]
         if unfrozen:
             taken = set(unfrozen)
             self._frozen = [p for p in self._frozen if p not in taken]

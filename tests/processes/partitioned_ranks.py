@@ -243,6 +243,33 @@ class _Missing(nn.Linear):
         super().__init__(2, 2)
 
 
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.left, self.right, self.unused = nn.Linear(5, 4), nn.Linear(5, 4), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        return getattr(self, branch)(x)
+
+
+def leaves_unused_alone(stage: int) -> list[bool]:
+    """torch's AdamW takes no step with a parameter that no rank uses; one that one rank uses in one pass it steps."""
+    torch.set_num_threads(1)
+    grid = grids.start(backend="gloo", timeout_s=30.0, shard=2)
+    adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.5}}
+    given = config(stage, MICROS, adam, onebit={"local_steps": {"every": 2}})
+    engine, before = zero.initialize(model=Branches(), config=given, grid=grid)[0], Branches().state_dict()
+    for step in range(2):
+        for micro in range(MICROS):
+            branch = "right" if micro == grid.world.rank == 0 else "left"
+            engine.backward(engine(inputs(step, micro, grid.world.rank), branch).square().mean())
+            engine.step()
+    after = whole(engine)
+    grid.close()
+    return [torch.equal(after[f"{name}.weight"], before[f"{name}.weight"]) for name in ("unused", "right", "left")]
+
+
 # -------------------------------------------------------------------------------- several engines
 
 

@@ -13,6 +13,7 @@ from partitioned_ranks import (
     alone,
     config,
     is_rounded_right,
+    leaves_unused_alone,
     several_engines,
     shares_a_trunk,
     trains,
@@ -79,6 +80,11 @@ def test_engines_without_an_optimizer_compute_beside_those_that_train(
         assert max(rank["gaps"].values()) < 2e-6 and rank["moved"] > 0.01, rank
         assert rank["optimizers"] == ["actor", "critic"] and rank["loads"]
         assert "this engine trains nothing" in rank["reference"] and "this engine trains nothing" in rank["reward"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_no_rank_uses_is_not_stepped(stage: int) -> None:
+    assert run_torchrun(2, leaves_unused_alone, stage).check().results == ([True, False, False],) * 2
 
 
 def test_stage_3_leaves_whole_what_fsdp2_refuses(tmp_path: Path) -> None:

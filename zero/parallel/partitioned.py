@@ -227,6 +227,23 @@ class _Scatter(DenseAverager):
         super()._launch_complete()
         self._land()
 
+    @torch.no_grad()
+    def finish(self) -> float:
+        shards = [shard for bucket in self._rows for shard in bucket.shards]
+        waited_ms = super().finish()
+        for shard, is_absent in zip(shards, self._absent, strict=True):
+            if is_absent:
+                shard.grad = None
+        return waited_ms
+
+    @property
+    def _rows(self) -> list[_Rows]:
+        return [bucket for bucket in self._buckets if isinstance(bucket, _Rows)]
+
+    def _present(self) -> Sequence[bool]:
+        return [is_there for bucket in self._rows for is_there in bucket.present]
+
+    @torch.no_grad()
     def _launch_rest(self) -> None:
         for bucket in self._buckets[self._launched :]:
             bucket.launch(self._transport, self._channel)
@@ -240,8 +257,7 @@ class _Scatter(DenseAverager):
 
     def discard(self) -> None:
         """Drop what was sent since the last step. All ranks at stage 2; at stage 1 it may be one."""
-        for bucket in self._buckets:
-            assert isinstance(bucket, _Rows)
+        for bucket in self._rows:
             bucket.discard()
 
 
@@ -249,11 +265,16 @@ class _Rows(Bucket):
     """A bucket of parameters whose gradients travel to the owners of their rows. `finish` gives them to the shards.
 
     At stage 2 a gradient is dropped when it has been copied out; what arrives is added to the shards' gradients.
+
+    Attributes:
+        shards: The shards of its parameters.
+        present: Which of its parameters had a gradient here since the last step.
     """
 
     def __init__(self, params: list[Tensor], shards: list[nn.Parameter], stage: int, ranks: int):
         super().__init__(params, _NOTHING, ())
-        self._shards, self._adds = shards, stage == 2
+        self.shards, self._adds = shards, stage == 2
+        self.present = [False] * len(params)
         self._widths = [_width(local(p), ranks) for p in params]
         self._shapes = [local(p).shape for p in params]
         self._devices = [p.device for p in params]
@@ -262,17 +283,16 @@ class _Rows(Bucket):
 
     def _fill(self, transport: Transport) -> None:
         ranks = transport.world_size
-        dtype, device = real_dtype(self._shards[0].dtype), local(self.params[0]).device
+        dtype, device = real_dtype(self.shards[0].dtype), local(self.params[0]).device
         self._in_SN = torch.empty(ranks, sum(self._widths), dtype=dtype, device=device)
         pairs = []
-        for p, shape, its_device, columns_SW in zip(
-            self.params, self._shapes, self._devices, self._in_SN.split(self._widths, dim=1), strict=True
-        ):
-            check_place(transport.rank, p, "a parameter", shape, its_device)
+        for k, (p, columns_SW) in enumerate(zip(self.params, self._in_SN.split(self._widths, dim=1), strict=True)):
+            check_place(transport.rank, p, "a parameter", self._shapes[k], self._devices[k])
             grad = gradient_of(p)
             if grad is None:
                 columns_SW.zero_()
                 continue
+            self.present[k] = True
             if grad.layout != torch.strided:
                 raise RuntimeError(
                     f"rank {transport.rank}: a parameter of shape {tuple(p.shape)} has a {grad.layout} gradient; "
@@ -312,7 +332,7 @@ class _Rows(Bucket):
             mean_N += row_N
         mean_N /= world_size
         pairs = []
-        for p, shard, piece in zip(self.params, self._shards, mean_N.split(self._widths), strict=True):
+        for p, shard, piece in zip(self.params, self.shards, mean_N.split(self._widths), strict=True):
             mine = local(shard)
             if self._is_dropped or not p.requires_grad:
                 continue
@@ -331,7 +351,8 @@ class _Rows(Bucket):
     def discard(self) -> None:
         """Drop what is under way, if it would be added, and the shards' gradients."""
         self._is_dropped, self.complete = self._adds and self.work is not None, 0
-        for shard in self._shards:
+        self.present = [False] * len(self.params)
+        for shard in self.shards:
             shard.grad = None
 
 
