@@ -61,7 +61,7 @@ class Running:
 
     def _open_pipes(self, start: Start) -> list[int]:
         if not start.is_first:
-            return [self._pipe(_Labelled(1, start.label).feed), self._pipe(_Labelled(2, start.label).feed)]
+            return [self._pipe(Labelled(1, start.label).feed), self._pipe(Labelled(2, start.label).feed)]
         return [self._pipe(self.captured.extend) if self._capture else 1, 2]
 
     def _pipe(self, sink: Callable[[bytes], object]) -> int:
@@ -96,7 +96,7 @@ class Running:
         self._pump(time.monotonic() + GRACE_S, until=lambda: not self._alive)
 
 
-class _Labelled:
+class Labelled:
     """Passes lines on to a descriptor, each with the name of its host in front."""
 
     def __init__(self, fd: int, label: str) -> None:
