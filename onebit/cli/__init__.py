@@ -23,6 +23,7 @@ COMMANDS = {
     "convert": ("convert", "write weights of onebit, DeepSpeed or torch as one file; or our state as AdamW's"),
     "layout": ("layout", "draw a sparse attention layout, with its cost and the range of a token"),
     "rendezvous": ("rendezvous", "hold the list of a run's members, which come and go"),
+    "launch": ("launch.command", "start a script on the hosts of a DeepSpeed hostfile, over ssh and torchrun"),
     "run": ("run", "run a script on this machine as a member of such a run, again after a crash"),
     "status": ("status", "show a run whose members come and go: who is alive, how fast, what has changed"),
     "emulate": ("cluster.command", "run a command on emulated hosts, joined by links of the rate you name"),
