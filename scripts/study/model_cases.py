@@ -1,0 +1,209 @@
+"""Thirty architectures of transformers as small models, in sizes that divide badly, with a batch for each.
+
+Models are built from a configuration: nothing is downloaded. `study/models.py` trains them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+ROWS = 8  # of a batch
+WORDS = 97  # a vocabulary that no number of ranks divides
+CONTEXT, SIDE, CLASSES = 8, 8, 5
+Batch = dict[str, Tensor]
+
+
+def causal() -> Batch:
+    ids = _ids()
+    return {"input_ids": ids, "labels": ids}
+
+
+def masked() -> Batch:
+    """A word in four is to be guessed."""
+    ids = _ids()
+    hidden = torch.arange(CONTEXT) % 4 == 1
+    return {"input_ids": ids.masked_fill(hidden, 3), "labels": ids.masked_fill(~hidden, -100)}
+
+
+def replaced() -> Batch:
+    ids = _ids()
+    return {"input_ids": ids, "labels": ids % 2}
+
+
+def translated() -> Batch:
+    ids = _ids()
+    return {"input_ids": ids, "labels": ids.flip(1)[:, :5].contiguous()}
+
+
+def images() -> Batch:
+    return {"pixel_values": _noise(3, SIDE, SIDE), "labels": torch.arange(ROWS) % CLASSES}
+
+
+def captioned() -> Batch:
+    return {"input_ids": _ids(), "pixel_values": _noise(3, SIDE, SIDE), "return_loss": torch.tensor(True)}
+
+
+def spectra() -> Batch:
+    return {"input_features": _noise(10, 2 * CONTEXT), "labels": _ids()[:, :5]}
+
+
+def sounds() -> Batch:
+    return {"input_values": _noise(96), "labels": _ids()[:, :3]}
+
+
+def _ids() -> Tensor:
+    return torch.randint(4, WORDS, (ROWS, CONTEXT), generator=torch.Generator().manual_seed(1))
+
+
+def _noise(*shape: int) -> Tensor:
+    return torch.randn(ROWS, *shape, generator=torch.Generator().manual_seed(2))
+
+
+@dataclass(frozen=True)
+class Model:
+    """kind: transformers' class without "Config" and without its task. batch: makes the same rows in every process."""
+
+    kind: str
+    task: str
+    batch: Callable[[], Batch]
+    options: Mapping[str, object]
+
+    def build(self) -> nn.Module:
+        """The model, with the same values in every process."""
+        config = getattr(transformers, f"{self.kind}Config")(**self.options)
+        torch.manual_seed(5)
+        model: nn.Module = getattr(transformers, self.kind + self.task)(config)
+        with torch.no_grad():
+            for p in model.parameters():  # biases begin at 0 and norms at 1, which hides errors
+                p.add_(0.05 * torch.randn_like(p))
+        return model
+
+
+_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_LAYERS = {
+    "vocab_size": WORDS,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 16,
+}
+_THREE, _SIX = _LAYERS | {"num_attention_heads": 3}, _LAYERS | {"num_attention_heads": 6}
+_STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_DECODER = _SIX | _SPECIAL
+_GROUPED = _DECODER | {"num_key_value_heads": 2}
+_ENCODER = _THREE | _STILL | {"pad_token_id": 0}
+_EXPERTS = _GROUPED | {"moe_intermediate_size": 20, "num_experts": 3, "num_experts_per_tok": 2}
+_ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+_BOTH = _ENDS | {
+    "vocab_size": WORDS,
+    "d_model": 24,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 40,
+    "dropout": 0.0,
+}
+_TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3}
+_IMAGES = {"image_size": SIDE, "patch_size": 4, "num_labels": CLASSES}
+
+MODELS: Mapping[str, Model] = {
+    "Llama": Model("Llama", "ForCausalLM", causal, _GROUPED | {"attention_bias": True}),
+    "Mistral": Model("Mistral", "ForCausalLM", causal, _GROUPED | {"sliding_window": 3}),
+    "Qwen2": Model("Qwen2", "ForCausalLM", causal, _GROUPED | {"tie_word_embeddings": True}),
+    "Qwen3": Model("Qwen3", "ForCausalLM", causal, _GROUPED | {"head_dim": 6}),
+    "Gemma": Model("Gemma", "ForCausalLM", causal, _GROUPED | {"head_dim": 6, "pad_token_id": 0}),
+    "Phi-3": Model("Phi3", "ForCausalLM", causal, _GROUPED),
+    "OLMo-2": Model("Olmo2", "ForCausalLM", causal, _GROUPED),
+    "GPT-2": Model(
+        "GPT2",
+        "LMHeadModel",
+        causal,
+        _SPECIAL
+        | {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 16, "vocab_size": WORDS}
+        | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    ),
+    "GPT-NeoX": Model("GPTNeoX", "ForCausalLM", causal, _DECODER | {"rotary_pct": 0.5}),
+    "OPT": Model(
+        "OPT",
+        "ForCausalLM",
+        causal,
+        _THREE | {"ffn_dim": 40, "word_embed_proj_dim": 24, "dropout": 0.0, "pad_token_id": 1},
+    ),
+    "BLOOM": Model(
+        "Bloom", "ForCausalLM", causal, _SPECIAL | {"vocab_size": WORDS, "hidden_size": 24, "n_layer": 2, "n_head": 3}
+    ),
+    "Falcon": Model("Falcon", "ForCausalLM", causal, _THREE | _SPECIAL),
+    "Mamba": Model(
+        "Mamba", "ForCausalLM", causal, _SPECIAL | {"vocab_size": WORDS, "hidden_size": 24, "num_hidden_layers": 2}
+    ),
+    "Mixtral": Model("Mixtral", "ForCausalLM", causal, _GROUPED | {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "OLMoE": Model("Olmoe", "ForCausalLM", causal, _EXPERTS),
+    "BERT": Model("Bert", "ForMaskedLM", masked, _ENCODER | {"num_attention_heads": 6}),
+    "RoBERTa": Model("Roberta", "ForMaskedLM", masked, _ENCODER),
+    "DistilBERT": Model(
+        "DistilBert",
+        "ForMaskedLM",
+        masked,
+        {"vocab_size": WORDS, "dim": 24, "hidden_dim": 40, "n_layers": 2, "n_heads": 3, "max_position_embeddings": 16}
+        | {"dropout": 0.0, "attention_dropout": 0.0},
+    ),
+    "ALBERT": Model("Albert", "ForMaskedLM", masked, _ENCODER | {"embedding_size": 10, "classifier_dropout_prob": 0.0}),
+    "ELECTRA": Model("Electra", "ForPreTraining", replaced, _ENCODER | {"embedding_size": 10}),
+    "DeBERTa-v2": Model(
+        "DebertaV2", "ForMaskedLM", masked, _ENCODER | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    ),
+    "ModernBERT": Model("ModernBert", "ForMaskedLM", masked, _THREE | _ENDS | {"sep_token_id": 2, "cls_token_id": 1}),
+    "T5": Model(
+        "T5",
+        "ForConditionalGeneration",
+        translated,
+        {"vocab_size": WORDS, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 3}
+        | {"dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1},
+    ),
+    "BART": Model("Bart", "ForConditionalGeneration", translated, _BOTH | {"max_position_embeddings": 16}),
+    "Whisper": Model(
+        "Whisper",
+        "ForConditionalGeneration",
+        spectra,
+        _BOTH
+        | {"num_mel_bins": 10, "max_source_positions": CONTEXT, "max_target_positions": 16}
+        | {"suppress_tokens": None, "begin_suppress_tokens": None},
+    ),
+    "CLIP": Model(
+        "CLIP",
+        "Model",
+        captioned,
+        {
+            "projection_dim": 10,
+            "text_config": _THREE | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "projection_dim": 10},
+            "vision_config": _TOWER | {"image_size": SIDE, "patch_size": 4, "projection_dim": 10},
+        },
+    ),
+    "ViT": Model("ViT", "ForImageClassification", images, _TOWER | _STILL | _IMAGES),
+    "Swin": Model(
+        "Swin",
+        "ForImageClassification",
+        images,
+        _STILL
+        | {"image_size": SIDE, "patch_size": 2, "num_labels": CLASSES, "window_size": 2, "drop_path_rate": 0.0}
+        | {"embed_dim": 12, "depths": [1, 1], "num_heads": [3, 3]},
+    ),
+    "DINOv2": Model("Dinov2", "ForImageClassification", images, _TOWER | _STILL | _IMAGES),
+    "Wav2Vec2": Model(
+        "Wav2Vec2",
+        "ForCTC",
+        sounds,
+        _THREE
+        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "ctc_loss_reduction": "mean", "layerdrop": 0.0}
+        | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "feat_proj_dropout": 0.0}
+        | {"final_dropout": 0.0, "apply_spec_augment": False, "conv_dim": (12, 12), "conv_kernel": (4, 4)}
+        | {"conv_stride": (2, 4), "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 3},
+    ),
+}

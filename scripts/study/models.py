@@ -1,0 +1,413 @@
+"""Which models of transformers train in which form of the engine, and what a form that refuses one says.
+
+    python scripts/study.py models --record scripts/records/models_2026-11.md
+    python scripts/study.py models --only Llama T5
+
+A case is a model, a layout on two ranks, an optimizer and a dtype. It passes if
+
+1. its float32 weights are those of one process with torch's AdamW on the same rows (the one-bit warm-up, too),
+2. its loss falls, and both ranks have the same weights,
+3. a new engine that loads its checkpoint takes the last step to the same bits,
+4. `from_pretrained` reads the weights that it exports.
+
+Two ranks are forked for each model; if they are lost, new ones go on with the next case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import platform
+import re
+import shlex
+import socket
+import sys
+import tempfile
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch._dynamo  # in the process that forks instead of in each rank
+import transformers
+from provenance import record_path, revision, write_record
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from onebit import zero
+from onebit.zero import grid as grids
+from study.model_cases import MODELS, ROWS, Batch
+
+RANKS, MICRO_BATCHES = 2, 2
+WARMUP, AFTER = 3, 3  # steps
+TOLERANCE = 1e-5  # of a tensor's largest element: float32 sums in other orders
+QUICK = ("Llama", "BERT", "Swin")
+QUICK_PAIRS = (("AdamW", "float32"), ("OneBitAdam", "bfloat16"))
+RATES = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-3}  # eps: or Adam makes whole steps of gradients that are noise
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OPTIMIZERS = ("AdamW", "OneBitAdam")
+TIMEOUT_S = 120.0  # of a case; an operation waits half of it for the other rank
+
+Blocks = Mapping[str, Mapping[str, object]]
+LAYOUTS: Mapping[str, Blocks] = {
+    "ZeRO 0": {"zero_optimization": {"stage": 0}},
+    **{
+        f"ZeRO {stage}": {"zero_optimization": {"stage": stage}, "onebit": {"ranks_per_node": RANKS}}
+        for stage in (1, 2, 3)
+    },
+    "tensor 2": {"tensor_parallel": {"autotp_size": RANKS}},
+    "pipe 2": {"pipeline": {"stages": RANKS}},
+}
+# The axis of the grid that the ranks are on.
+AXES = {layout: "shard" for layout in LAYOUTS} | {"ZeRO 0": "replica", "tensor 2": "tensor", "pipe 2": "pipe"}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    layout: str
+    optimizer: str
+    dtype: str
+
+    @property
+    def config(self) -> dict[str, Any]:
+        params = RATES | ({"freeze_step": WARMUP} if self.optimizer == "OneBitAdam" else {})
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": self.rows,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "steps_per_print": None,
+            "communication_data_type": "fp32",
+            "optimizer": {"type": self.optimizer, "params": params},
+            "bf16": {"enabled": self.dtype == "bfloat16"},
+            **LAYOUTS[self.layout],
+        }
+        if self.optimizer == "OneBitAdam":
+            config["onebit"] = {"compression": "always"} | config.get("onebit", {})
+        return config
+
+    @property
+    def rows(self) -> int:
+        """Of a micro-batch on a rank."""
+        return ROWS // MICRO_BATCHES // (RANKS if "ZeRO" in self.layout else 1)  # else both ranks read the same
+
+
+CASES = tuple(
+    Case(model, layout, optimizer, dtype)
+    for model in MODELS
+    for layout in LAYOUTS
+    for dtype in DTYPES
+    for optimizer in OPTIMIZERS
+)
+
+
+@dataclass
+class Found:
+    """What a rank found, by the names of weights. weights, exported: digests; deviations: from those of one process."""
+
+    losses: list[float] = field(default_factory=list)
+    deviations: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, int] = field(default_factory=dict)
+    resumes: bool = False
+    exported: dict[str, int] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    error: str = ""
+    is_refused: bool = False  # by initialize(), before anything was trained
+
+
+# -------------------------------------------------------------------------------- on a rank
+
+
+def _rank(rank: int, port: int, folder: Path, cases: Sequence[Case], answers: Connection) -> None:
+    """A rank's process: these cases, until one fails."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    known: dict[str, grids.Grid] = {}
+    for number, case in enumerate(cases):
+        found = Found()
+        try:
+            _run(case, known, folder / str(number), found)
+        except Exception as error:
+            found.error = f"{type(error).__name__}: {error}"
+            found.is_refused = found.is_refused and isinstance(error, ValueError | TypeError)
+        answers.send(found)
+        if found.error and not found.is_refused:
+            break
+    os._exit(0)  # without taking apart what was imported before the fork
+
+
+def _run(case: Case, known: dict[str, grids.Grid], folder: Path, found: Found) -> None:
+    if (axis := AXES[case.layout]) not in known:
+        known[axis] = grids.start(timeout_s=TIMEOUT_S / 2, **({"shard": 1} | {axis: RANKS}))
+    found.is_refused = True
+    engine, again = (
+        zero.initialize(model=MODELS[case.model].build(), config=case.config, grid=known[axis])[0] for _ in range(2)
+    )
+    found.is_refused = False
+    steps = WARMUP + (AFTER if case.optimizer == "OneBitAdam" else 0)
+    for step in range(steps):
+        if step == steps - 1:
+            engine.save_checkpoint(folder / "checkpoints")
+        found.losses.append(_step(case, engine))
+        if step == WARMUP - 1 and case.dtype == "float32":
+            found.deviations = _deviations(engine.module_state_dict(), alone(case.model, case.rows))
+    again.load_checkpoint(folder / "checkpoints")
+    resumed = _step(case, again)
+    engine.save_16bit_model(folder)
+    weights = engine.module_state_dict()
+    found.weights = _digests(weights, case.dtype)
+    found.resumes = resumed == found.losses[-1] and _digests(again.module_state_dict(), case.dtype) == found.weights
+    if engine.grid.world.rank == 0:
+        plain: Any = MODELS[case.model].build()
+        plain.config.save_pretrained(folder)
+        read, about = type(plain).from_pretrained(folder, dtype=DTYPES[case.dtype], output_loading_info=True)
+        found.lost = sorted(f"{name} ({kind})" for kind, names in about.items() for name in names)
+        found.exported = _digests(read.state_dict(), case.dtype)
+
+
+def _step(case: Case, engine: zero.DeepSpeedEngine) -> float:
+    """One step; this rank's mean loss."""
+    place, count = engine.grid.data
+    micros = [_rows(case.model, (micro * count + place) * case.rows, case.rows) for micro in range(MICRO_BATCHES)]
+    if engine.is_pipe_parallel:
+        return float(engine.train_batch(iter(micros)))
+    total = 0.0
+    for micro in micros:
+        loss = engine(**micro).loss
+        engine.backward(loss)
+        engine.step()
+        total += float(loss.detach()) / MICRO_BATCHES
+    return total
+
+
+def _rows(model: str, first: int, count: int) -> Batch:
+    return {name: x[first : first + count] if x.dim() else x for name, x in MODELS[model].batch().items()}
+
+
+@cache
+def alone(name: str, rows: int) -> Mapping[str, Tensor]:
+    """Weights after the warm-up's steps by torch's AdamW in one process; the loss is the mean over groups of rows."""
+    model = MODELS[name].build().train()
+    optimizer = torch.optim.AdamW(model.parameters(), **RATES)
+    for _ in range(WARMUP):
+        for first in range(0, ROWS, rows):
+            (model(**_rows(name, first, rows)).loss * rows / ROWS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def _deviations(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Of each weight, in units of its largest element."""
+    least = torch.finfo(torch.float32).tiny  # BART has a buffer of zeros
+    floats = {name: expected[name] for name, x in weights.items() if x.is_floating_point()}
+    return {name: float((weights[name] - x).abs().max() / x.abs().max().clamp(min=least)) for name, x in floats.items()}
+
+
+def _digests(weights: Mapping[str, Tensor], dtype: str) -> dict[str, int]:
+    """Of the values in the dtype of an export."""
+    cast_ = {name: x.to(DTYPES[dtype]) if x.is_floating_point() else x for name, x in weights.items()}
+    return {name: zlib.crc32(x.contiguous().flatten().view(torch.uint8).numpy().data) for name, x in cast_.items()}
+
+
+# -------------------------------------------------------------------------------- verdicts
+
+
+def verdict(case: Case, ranks: Sequence[Found | None]) -> str:
+    """Return "ok", "refused: " with the error, or "fails: " with all that is wrong."""
+    found = [rank for rank in ranks if rank is not None]
+    errors = [rank for rank in found if rank.error]
+    if errors:
+        first = next((rank for rank in errors if "PeerError" not in rank.error), errors[0])
+        is_refused = all(rank.is_refused for rank in errors) and len(errors) == RANKS
+        model = MODELS[case.model].kind + MODELS[case.model].task
+        return f"{'refused' if is_refused else 'fails'}: {_line(first.error.replace(model, 'MODEL'))}"
+    if len(found) < RANKS:
+        return "fails: a rank was lost"
+    first, second = found
+    wrong = []
+    far = {name: x for rank in found for name, x in rank.deviations.items() if not x <= TOLERANCE}
+    if far:
+        name, most = next(iter(far.items()))
+        wrong.append(f"weights differ from one process by {most:.1e} of the largest ({name}, {len(far)} in all)")
+    elif case.dtype == "float32" and not all(rank.deviations for rank in found):
+        wrong.append("weights were not compared")
+    losses = [sum(pair) for pair in zip(first.losses, second.losses, strict=True)]
+    if not losses[-1] < losses[0]:
+        wrong.append(f"the loss goes from {losses[0] / RANKS:.4f} to {losses[-1] / RANKS:.4f}")
+    if differing := _differing(first.weights, second.weights):
+        wrong.append(f"ranks differ in {differing}")
+    if not all(rank.resumes for rank in found):
+        wrong.append("a resumed run has other bits")
+    if first.lost:
+        wrong.append(f"from_pretrained: {', '.join(first.lost[:3])}")
+    elif differing := _differing(first.exported, second.weights | first.weights):
+        wrong.append(f"from_pretrained has other values in {differing}")
+    return f"fails: {'; '.join(wrong)}" if wrong else "ok"
+
+
+def _differing(one: Mapping[str, int], other: Mapping[str, int]) -> str:
+    names = [name for name in one if name in other and one[name] != other[name]]
+    return f"{names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
+
+
+def _line(text: str) -> str:
+    text = re.sub(r"rank \d+: ", "", " ".join(text.split()).replace("|", "/"))
+    return text if len(text) <= 400 else text[:397] + "..."
+
+
+# -------------------------------------------------------------------------------- both ranks
+
+
+def outcomes(cases: Sequence[Case]) -> Iterator[tuple[Case, str, float | None]]:
+    """The verdict of each case, and the deviation of its weights, in order."""
+    left = list(cases)
+    while left:
+        same = [case for case in left if case.model == left[0].model]
+        for case, found in _together(same):
+            known = [x for rank in found if rank is not None for x in rank.deviations.values()]
+            yield case, verdict(case, found), max(known, default=None)
+            left.remove(case)
+
+
+def _together(cases: Sequence[Case]) -> Iterator[tuple[Case, list[Found | None]]]:
+    """Fork the ranks; what they found, until one fails or is lost."""
+    fork = multiprocessing.get_context("fork")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [fork.Pipe(duplex=False) for _ in range(RANKS)]
+        ranks = [
+            fork.Process(target=_rank, args=(rank, port, Path(folder), cases, pipes[rank][1])) for rank in range(RANKS)
+        ]
+        try:
+            for rank in ranks:
+                rank.start()
+            for _, theirs in pipes:
+                theirs.close()
+            for case in cases:
+                found = [_received(mine) for mine, _ in pipes]
+                yield case, found
+                if any(rank is None or (rank.error and not rank.is_refused) for rank in found) or _are_apart(found):
+                    return
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+
+
+def _are_apart(found: Sequence[Found | None]) -> bool:
+    """Whether one rank has refused a case that the other has run."""
+    return len({rank is not None and rank.is_refused for rank in found}) > 1
+
+
+def _received(mine: Connection) -> Found | None:
+    """None if the rank is lost, or hangs."""
+    try:
+        return cast(Found, mine.recv()) if mine.poll(TIMEOUT_S) else None
+    except EOFError:
+        return None
+
+
+# -------------------------------------------------------------------------------- the report
+
+
+@dataclass(frozen=True)
+class Row:
+    case: Case
+    verdict: str
+    deviation: float | None
+
+
+def report(rows: Sequence[Row], seconds: float, command: str) -> str:
+    """Counts for each layout, a table of models and layouts, and what refusals and failures say."""
+    layouts = [layout for layout in LAYOUTS if any(row.case.layout == layout for row in rows)]
+    lines = [
+        "# Models of transformers in the forms of the engine",
+        "",
+        f"{date.today():%Y-%m-%d}, revision {revision()}: `{command}`. {os.cpu_count()} cores, load "
+        f"{os.getloadavg()[2]:.1f} over the last 15 minutes; torch {torch.__version__}, Python "
+        f"{platform.python_version()}.",
+        "",
+        f"{len({row.case.model for row in rows})} models of transformers {transformers.__version__} on {RANKS} ranks "
+        f"over Gloo, {len(rows)} cases in {seconds:.0f} s. Each layout is run with {' and '.join(OPTIMIZERS)}, in "
+        f"{' and '.join(DTYPES)}. A case is ok if its float32 weights after {WARMUP} steps (OneBitAdam: of warm-up, "
+        f"then {AFTER} more) are those of torch's AdamW in one process to {TOLERANCE:g} of a tensor's largest element, "
+        "its loss falls, both ranks have the same weights, a new engine resumes it to the bit, and `from_pretrained` "
+        "reads the weights that it exports.",
+        "",
+        "| layout | ok | refused | fails |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for layout in [*layouts, "all"]:
+        counts = Counter(_kind(row.verdict) for row in rows if layout in (row.case.layout, "all"))
+        lines.append(f"| {layout} | {counts['ok']} | {counts['refused']} | {counts['fails']} |")
+    notes: dict[str, int] = {}
+    lines += ["", f"| model | {' | '.join(layouts)} | deviation |", "| --- " + "| --- " * len(layouts) + "| ---: |"]
+    for model in dict.fromkeys(row.case.model for row in rows):
+        own = [row for row in rows if row.case.model == model]
+        cells = [_cell([row for row in own if row.case.layout == layout], notes) for layout in layouts]
+        most = max((row.deviation for row in own if row.deviation is not None), default=None)
+        lines.append(f"| {model} | {' | '.join(cells)} | {'' if most is None else f'{most:.0e}'} |")
+    lines += ["", "Deviation: the largest of the model's float32 cases.", ""]
+    lines += [f"{number}. {said}" for said, number in notes.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _kind(said: str) -> str:
+    return said.partition(":")[0]
+
+
+def _cell(rows: Sequence[Row], notes: dict[str, int]) -> str:
+    """One verdict if all cases of a layout have the same, else each with its cases."""
+    told: dict[str, list[str]] = {}
+    for row in rows:
+        number = "" if row.verdict == "ok" else f" [{notes.setdefault(row.verdict, len(notes) + 1)}]"
+        told.setdefault(_kind(row.verdict) + number, []).append(f"{row.case.optimizer} {row.case.dtype}")
+    if len(told) == 1:
+        return next(iter(told))
+    return "; ".join(said if said == "ok" else f"{', '.join(cases)}: {said}" for said, cases in told.items())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="study.py models", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--only", nargs="+", choices=MODELS, metavar="NAME", help="run these models; default: all")
+    add("--quick", action="store_true", help=f"run {', '.join(QUICK)}, and half of the cases")
+    add("--record", type=record_path, metavar="FILE", help="write the report there")
+    args = parser.parse_args(argv)
+    chosen = args.only or (QUICK if args.quick else MODELS)
+    cases = [case for case in CASES if case.model in chosen]
+    if args.quick:
+        cases = [case for case in cases if (case.optimizer, case.dtype) in QUICK_PAIRS]
+    command = shlex.join(["python", "scripts/study.py", "models", *(sys.argv[2:] if argv is None else argv)])
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    gc.collect()
+    gc.freeze()  # or each rank would read, and so copy, all that was imported
+    rows, began = [], time.perf_counter()
+    with Progress(console=Console(stderr=True), auto_refresh=False) as progress:
+        bar = progress.add_task("Training", total=len(cases))
+        for found in outcomes(cases):
+            rows.append(row := Row(*found))
+            if _kind(row.verdict) == "fails":
+                progress.print(row.case, row.verdict)
+            progress.update(bar, advance=1, description=row.case.model)
+            progress.refresh()
+    text = report(rows, time.perf_counter() - began, command)
+    print(text)
+    if args.record is not None:
+        write_record(args.record, text)
+    if any(_kind(row.verdict) == "fails" for row in rows):
+        sys.exit(1)

@@ -1,0 +1,65 @@
+"""`study.py models`: three models pass in every form, and what is wrong with a case is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers: pip install onebit[transformers]")
+pytest.importorskip("rich", reason="needs rich: pip install onebit[train]")
+
+from study.models import CASES, LAYOUTS, Found, verdict
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "study.py"
+CASE = CASES[0]  # float32
+GOOD = Found([2.0, 1.0], {"weight": 0.0}, {"weight": 1}, True, {"weight": 1}, [])
+
+
+def test_three_models_pass_in_every_form_or_are_refused_by_it() -> None:
+    command = [sys.executable, str(SCRIPT), "models", "--quick"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = {
+        cells[0]: cells[1:] for line in ended.stdout.splitlines() if len(cells := line.strip("| ").split(" | ")) > 1
+    }
+    assert rows["Llama"][: len(LAYOUTS)] == ["ok"] * len(LAYOUTS)
+    for model in ("BERT", "Swin"):
+        assert rows[model][:4] == ["ok"] * 4 and rows[model][5].startswith("refused [")
+    assert "no plan itself (_tp_plan)" in ended.stdout  # what the refusal of Swin's slices says
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        ({}, {}, "ok"),
+        (
+            {"deviations": {"weight": 2e-5}},
+            {},
+            "fails: weights differ from one process by 2.0e-05 of the largest (weight, 1 in all)",
+        ),
+        ({}, {"deviations": {"weight": float("nan")}}, "fails: weights differ from one process by nan"),
+        ({}, {"deviations": {}}, "fails: weights were not compared"),
+        ({"losses": [2.0, 4.0]}, {}, "fails: the loss goes from 2.0000 to 2.5000"),
+        ({}, {"weights": {"weight": 2}}, "fails: ranks differ in weight"),
+        ({}, {"resumes": False}, "fails: a resumed run has other bits"),
+        ({"exported": {"weight": 2}}, {}, "fails: from_pretrained has other values in weight"),
+        ({"lost": ["weight (missing_keys)"]}, {}, "fails: from_pretrained: weight (missing_keys)"),
+        ({"error": "KeyError: x"}, {"error": "PeerError: y"}, "fails: KeyError: x"),
+        (
+            {"error": "ValueError: x", "is_refused": True},
+            {"error": "ValueError: x", "is_refused": True},
+            "refused: ValueError: x",
+        ),
+        ({"error": "ValueError: x", "is_refused": True}, {}, "fails: ValueError: x"),
+    ],
+)
+def test_what_is_wrong_with_a_case_is_told(first: dict, second: dict, says: str) -> None:
+    assert verdict(CASE, [replace(GOOD, **first), replace(GOOD, **second)]).startswith(says)
+
+
+def test_a_lost_rank_fails() -> None:
+    assert verdict(CASE, [GOOD, None]) == "fails: a rank was lost"
