@@ -40,6 +40,7 @@ class Bucket:
     sent: list[GradientMark] = field(default_factory=list)
     sent_bits: Tensor | None = None
     early: int = 0  # how often it has left during backward
+    absent: Sequence[bool] = ()  # which gradients no rank has in this step
 
     def launch(self, transport: Transport, channel: Channel = nullcontext, *, in_backward: bool = False) -> None:
         """Send the gradients; a missing one counts as zero. in_backward: at times, their bits are noted, too."""
@@ -64,6 +65,10 @@ class Bucket:
 
     def _send(self, transport: Transport) -> Work:
         return transport.all_reduce(self.flat)
+
+    def present(self) -> list[bool]:
+        """Which gradients this rank has."""
+        return [gradient_of(p) is not None for p in self.params]
 
     def is_stale(self) -> bool:
         """Whether a gradient has changed since it was sent."""
@@ -92,8 +97,9 @@ class Bucket:
         """Wait, and write the means into the gradients that are not frozen now; return the milliseconds of waiting."""
         waited_ms = _wait(self.work)
         self.flat.div_(world_size)
-        for parameter, view in zip(self.params, self.views, strict=True):
-            if not parameter.requires_grad:
+        absent = self.absent or [False] * len(self.params)
+        for parameter, view, is_absent in zip(self.params, self.views, absent, strict=True):
+            if not parameter.requires_grad or is_absent:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
@@ -146,10 +152,11 @@ class DenseAverager:
        gradients have changed here since it was sent, by another backward pass, by zero_grad(), by an edit in place. All
        ranks send such a bucket again. Edits of `grad.data`, which torch does not count, are looked for in some steps;
        once found, this rank sends only in `finish`.
-    3. It waits, and writes the means into the gradients.
+    3. It waits, and writes the means into the gradients. A gradient that no rank has stays None, so that no optimizer
+       decays what nothing uses.
 
     Parameters that are frozen at construction join with their first gradient on any rank; those frozen later are
-    skipped. Buckets and bytes as in `average_gradients`, and 4 bytes for each bucket and frozen parameter. A bucket
+    skipped. Buckets and bytes as in `average_gradients`, and 4 bytes for each bucket and parameter. A bucket
     that is sent twice costs twice: if there are several backward passes before one finish(), run all but the last in
     `no_sync`. All ranks, same parameters in the same order, the same number of calls of finish(); backward passes may
     differ.
@@ -172,7 +179,6 @@ class DenseAverager:
         self._buckets: list[Bucket] = []
         self._launched = 0
         self._is_paused = self._sends_late = False
-        self._absent: Sequence[bool] = ()
         self._add([p for p in given if p.requires_grad])
 
     def _make_buckets(self, params: Sequence[Tensor], bucket_cap_mb: float) -> Sequence[Bucket]:
@@ -213,10 +219,6 @@ class DenseAverager:
         waited_ms = self._send_stale_again(edited)
         return waited_ms + sum(bucket.finish(self._transport.world_size) for bucket in self._buckets)
 
-    def _present(self) -> Sequence[bool]:
-        """Which gradients this rank has, if ranks are to tell each other; `_absent` then is where none had one."""
-        return ()
-
     @torch.no_grad()
     def _launch_rest(self) -> None:
         """Send the buckets that have not left."""
@@ -230,7 +232,7 @@ class DenseAverager:
             return 0.0
         flags = [float(bucket.is_stale() or is_edited) for bucket, is_edited in zip(self._buckets, edited, strict=True)]
         flags += [float(gradient_of(p) is not None) for p in self._frozen]
-        flags += map(float, self._present())
+        flags += [float(is_there) for bucket in self._buckets for is_there in bucket.present()]
         stale = torch.tensor(flags, device=everything[0].device, dtype=torch.float32)
         waited_ms = _wait(self._transport.all_reduce(stale))
         ranks_by_flag = stale.tolist()
@@ -240,7 +242,9 @@ class DenseAverager:
                 waited_ms += bucket.recall(self._transport.world_size)
                 bucket.launch(self._transport, self._channel)
         frozen_to = known + len(self._frozen)
-        self._absent = [ranks == 0 for ranks in ranks_by_flag[frozen_to:]]
+        holders = iter(ranks_by_flag[frozen_to:])
+        for bucket in self._buckets:
+            bucket.absent = [next(holders) == 0 for _ in bucket.params]
         unfrozen = [p for p, ranks in zip(self._frozen, ranks_by_flag[known:frozen_to], strict=True) if ranks > 0]
         if unfrozen:
             taken = set(unfrozen)

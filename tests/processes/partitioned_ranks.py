@@ -125,8 +125,6 @@ def alone(given: Mapping[str, Any], kind: str, dtype: torch.dtype = torch.float6
         for micro in range(micros):
             for rank in range(2):
                 (LOSSES[kind](model, inputs(step, micro, rank).to(dtype)) / (2 * micros)).backward()
-        for p in params:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
@@ -253,12 +251,12 @@ class Branches(nn.Module):
         return getattr(self, branch)(x)
 
 
-def leaves_unused_alone(stage: int) -> list[bool]:
-    """torch's AdamW takes no step with a parameter that no rank uses; one that one rank uses in one pass it steps."""
+def leaves_unused_alone(stage: int, is_local: bool) -> list[bool]:
+    """AdamW takes no step with a parameter that no rank uses, at any stage; with one used once on one rank it does."""
     torch.set_num_threads(1)
-    grid = grids.start(backend="gloo", timeout_s=30.0, shard=2)
+    grid = grids.start(backend="gloo", timeout_s=30.0, shard=2 if stage else 1)
     adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.5}}
-    given = config(stage, MICROS, adam, onebit={"local_steps": {"every": 2}})
+    given = config(stage, MICROS, adam, onebit={"local_steps": {"every": 2}} if is_local else {})
     engine, before = zero.initialize(model=Branches(), config=given, grid=grid)[0], Branches().state_dict()
     for step in range(2):
         for micro in range(MICROS):

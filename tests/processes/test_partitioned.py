@@ -82,9 +82,9 @@ def test_engines_without_an_optimizer_compute_beside_those_that_train(
         assert "this engine trains nothing" in rank["reference"] and "this engine trains nothing" in rank["reward"]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_what_no_rank_uses_is_not_stepped(stage: int) -> None:
-    assert run_torchrun(2, leaves_unused_alone, stage).check().results == ([True, False, False],) * 2
+@pytest.mark.parametrize(("stage", "is_local"), [(0, False), (1, False), (2, False), (3, False), (1, True), (2, True)])
+def test_what_no_rank_uses_is_not_stepped(stage: int, is_local: bool) -> None:
+    assert run_torchrun(2, leaves_unused_alone, stage, is_local).check().results == ([True, False, False],) * 2
 
 
 def test_stage_3_leaves_whole_what_fsdp2_refuses(tmp_path: Path) -> None:

@@ -35,6 +35,27 @@ from .in_node import InNode, uses_files
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
+def _begin_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters that have taken no step the state of step 0, so that all ranks and layouts have the same names.
+
+    An optimizer without any state is left to torch, which begins all of it.
+    """
+    if isinstance(optimizer, Offload):
+        optimizer.begin_state()
+        return
+    known = next(((p, entry) for p, entry in optimizer.state.items() if entry), None)
+    if known is None:
+        return
+    its, entry = known
+    for p in dense.parameters(optimizer):
+        if p.requires_grad and not optimizer.state.get(p):
+            optimizer.state[p] = {
+                name: torch.zeros_like(p if x.shape == its.shape else x, dtype=x.dtype, device=x.device)
+                for name, x in entry.items()
+                if isinstance(x, Tensor)
+            }
+
+
 class Dense(InNode):
     """Averages gradients before the step of an optimizer that sends nothing itself."""
 
@@ -145,6 +166,7 @@ class Dense(InNode):
     def state(self) -> tuple[dict[str, Tensor], StateDict]:
         if not self.shares_state:
             return super().state()
+        _begin_state(self.optimizer)
         flat: dict[str, Any] = get_optimizer_state_dict(self.sharding.held, self.optimizer, options=_FLAT)
         flat = {name: x for name, x in flat.items() if name not in self._flat_masters()}
         for name in self._of_scalars(flat):

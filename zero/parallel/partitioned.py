@@ -229,19 +229,16 @@ class _Scatter(DenseAverager):
 
     @torch.no_grad()
     def finish(self) -> float:
-        shards = [shard for bucket in self._rows for shard in bucket.shards]
         waited_ms = super().finish()
-        for shard, is_absent in zip(shards, self._absent, strict=True):
-            if is_absent:
-                shard.grad = None
+        for bucket in self._rows:
+            for shard, is_absent in zip(bucket.shards, bucket.absent, strict=True):
+                if is_absent:
+                    shard.grad = None
         return waited_ms
 
     @property
     def _rows(self) -> list[_Rows]:
         return [bucket for bucket in self._buckets if isinstance(bucket, _Rows)]
-
-    def _present(self) -> Sequence[bool]:
-        return [is_there for bucket in self._rows for is_there in bucket.present]
 
     @torch.no_grad()
     def _launch_rest(self) -> None:
@@ -268,13 +265,12 @@ class _Rows(Bucket):
 
     Attributes:
         shards: The shards of its parameters.
-        present: Which of its parameters had a gradient here since the last step.
     """
 
     def __init__(self, params: list[Tensor], shards: list[nn.Parameter], stage: int, ranks: int):
         super().__init__(params, _NOTHING, ())
         self.shards, self._adds = shards, stage == 2
-        self.present = [False] * len(params)
+        self._had = [False] * len(params)  # a gradient in this step
         self._widths = [_width(local(p), ranks) for p in params]
         self._shapes = [local(p).shape for p in params]
         self._devices = [p.device for p in params]
@@ -292,7 +288,7 @@ class _Rows(Bucket):
             if grad is None:
                 columns_SW.zero_()
                 continue
-            self.present[k] = True
+            self._had[k] = True
             if grad.layout != torch.strided:
                 raise RuntimeError(
                     f"rank {transport.rank}: a parameter of shape {tuple(p.shape)} has a {grad.layout} gradient; "
@@ -302,6 +298,9 @@ class _Rows(Bucket):
                 rows = _flat(_rows(local(grad).detach(), ranks, rank))
                 pairs.append((columns_SW[rank, : rows.numel()], rows))
         _copy_all(pairs)
+
+    def present(self) -> list[bool]:
+        return [had or is_there for had, is_there in zip(self._had, super().present(), strict=True)]
 
     def _send(self, transport: Transport) -> Work:
         self._out_SN = torch.empty_like(self._in_SN)
@@ -351,7 +350,7 @@ class _Rows(Bucket):
     def discard(self) -> None:
         """Drop what is under way, if it would be added, and the shards' gradients."""
         self._is_dropped, self.complete = self._adds and self.work is not None, 0
-        self.present = [False] * len(self.params)
+        self._had = [False] * len(self.params)
         for shard in self.shards:
             shard.grad = None
 
