@@ -268,6 +268,36 @@ def leaves_unused_alone(stage: int, is_local: bool) -> list[bool]:
     return [torch.equal(after[f"{name}.weight"], before[f"{name}.weight"]) for name in ("unused", "right", "left")]
 
 
+def unfreezes(stage: int) -> float:
+    """A layer that is frozen at first, and given to the optimizer, joins with its first gradient: as in one process."""
+    torch.set_num_threads(1)
+    grid, models = grids.start(backend="gloo", timeout_s=30.0, shard=2), [Branches(), Branches()]
+    adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0, "eps": 1e-2}}
+    for model in models:
+        model.right.requires_grad_(False)
+    given = config(stage, 1, adam)
+    engine = zero.initialize(model=models[0], model_parameters=models[0].parameters(), config=given, grid=grid)[0]
+    alone_ = torch.optim.AdamW(models[1].parameters(), lr=0.01, weight_decay=0.0, eps=1e-2)
+    for step in range(STEPS):
+        if step == 2:
+            for model in (engine.module, models[1]):
+                model.right.requires_grad_(True)
+        xs = [inputs(step, 0, rank) for rank in range(2)]
+
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            return (model(x, "left") + model(x, "right")).square().mean()
+
+        engine.backward(loss(engine.module, xs[grid.world.rank]))
+        engine.step()
+        sum(loss(models[1], x) / 2 for x in xs).backward()
+        alone_.step()
+        alone_.zero_grad()
+    expected = models[1].state_dict()
+    gap = max(float((x - expected[name]).abs().max()) for name, x in whole(engine).items())
+    grid.close()
+    return gap if not torch.equal(expected["right.weight"], Branches().right.weight) else 1.0
+
+
 # -------------------------------------------------------------------------------- several engines
 
 

@@ -18,6 +18,7 @@ from partitioned_ranks import (
     shares_a_trunk,
     trains,
     trains_at_stage_3,
+    unfreezes,
 )
 from ranks import run_torchrun
 
@@ -85,6 +86,11 @@ def test_engines_without_an_optimizer_compute_beside_those_that_train(
 @pytest.mark.parametrize(("stage", "is_local"), [(0, False), (1, False), (2, False), (3, False), (1, True), (2, True)])
 def test_what_no_rank_uses_is_not_stepped(stage: int, is_local: bool) -> None:
     assert run_torchrun(2, leaves_unused_alone, stage, is_local).check().results == ([True, False, False],) * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_frozen_layer_joins_when_it_is_unfrozen(stage: int) -> None:
+    assert max(run_torchrun(2, unfreezes, stage).check().results) < 2e-6
 
 
 def test_stage_3_leaves_whole_what_fsdp2_refuses(tmp_path: Path) -> None:

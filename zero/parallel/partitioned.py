@@ -231,7 +231,8 @@ class _Scatter(DenseAverager):
     def finish(self) -> float:
         waited_ms = super().finish()
         for bucket in self._rows:
-            for shard, is_absent in zip(bucket.shards, bucket.absent, strict=True):
+            # A bucket that has joined in this step knows of none.
+            for shard, is_absent in zip(bucket.shards, bucket.absent, strict=False):
                 if is_absent:
                     shard.grad = None
         return waited_ms
