@@ -51,7 +51,7 @@ from study.model_cases import MODELS, ROWS, Batch
 RANKS, MICRO_BATCHES = 2, 2
 WARMUP, AFTER = 3, 3  # steps
 TOLERANCE = 1e-5  # of a tensor's largest element: float32 sums in other orders
-QUICK = ("Llama", "BERT", "Swin")
+QUICK = ("Llama", "BERT")
 QUICK_PAIRS = (("AdamW", "float32"), ("OneBitAdam", "bfloat16"))
 RATES = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-3}  # eps: or Adam makes whole steps of gradients that are noise
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

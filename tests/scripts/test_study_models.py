@@ -1,4 +1,4 @@
-"""`study.py models`: three models pass in every form, and what is wrong with a case is told."""
+"""`study.py models`: two models pass in every form, and what is wrong with a case is told."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASE = CASES[0]  # float32
 GOOD = Found([2.0, 1.0], {"weight": 0.0}, {"weight": 1}, True, {"weight": 1}, [])
 
 
-def test_three_models_pass_in_every_form_or_are_refused_by_it() -> None:
+def test_two_models_pass_in_every_form_or_are_refused_by_it() -> None:
     command = [sys.executable, str(SCRIPT), "models", "--quick"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -27,9 +27,7 @@ def test_three_models_pass_in_every_form_or_are_refused_by_it() -> None:
         cells[0]: cells[1:] for line in ended.stdout.splitlines() if len(cells := line.strip("| ").split(" | ")) > 1
     }
     assert rows["Llama"][: len(LAYOUTS)] == ["ok"] * len(LAYOUTS)
-    for model in ("BERT", "Swin"):
-        assert rows[model][:4] == ["ok"] * 4 and rows[model][5].startswith("refused [")
-    assert "no plan itself (_tp_plan)" in ended.stdout  # what the refusal of Swin's slices says
+    assert rows["BERT"][:4] == ["ok"] * 4 and rows["BERT"][5].startswith("refused [")
 
 
 @pytest.mark.parametrize(
