@@ -33,7 +33,7 @@ class Row:
     """One step, as in the CSV. loss: mean over ranks, before the step. sent_bytes, comm_ms, step_s: rank 0's.
 
     sent_bytes counts all payload this rank sent in the step, including the few bytes by which the ranks agree, without
-    what FSDP2 moves inside a node. bits_per_parameter: of the parameters whose shard this rank has. step_s
+    what shards move inside a node. bits_per_parameter: of the parameters whose shard this rank has. step_s
     leaves out validation and checkpoints. comm_ms: how long the optimizer waited for the network. val_loss and
     error_norm_ratio: every --eval-every steps. wire_bytes: what the kernel saw leave this host in the step, headers
     included; only known inside an emulated host (`onebit emulate`).

@@ -74,7 +74,7 @@ def _dropping(args: argparse.Namespace) -> dict:
 class Zero(ByParts):
     """A `Method`: any optimizer at any stage. The model is sharded in place; the schedule waits in skipped steps.
 
-    transports: what FSDP2 and tensor-parallel layers move inside a node goes through none of them, and is not counted.
+    transports: what shards and tensor-parallel layers move inside a node goes through none of them, and is not counted.
     """
 
     def __init__(self, model: GPT, transport: comm.Transport, args: argparse.Namespace) -> None:
@@ -99,7 +99,8 @@ class Zero(ByParts):
         self.schedule = cast(LambdaLR, schedule)
         self.dropping = self._engine.efficiency.dropping
         grid = self._engine.grid
-        self.transports: list[HasSent] = [transport, grid.world, *grid.transports.values()]
+        between = [each for axis, each in grid.transports.items() if axis != "shard"]
+        self.transports: list[HasSent] = [transport, grid.world, *between]
         self.data = grid.data
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.share = sum(local(p).numel() for p in held) / self.parameters
