@@ -239,5 +239,8 @@ def _read(config: ConfigLike, launch: Launch, grid: Grid | None, fills: Fills) -
                 f"onebit.tensor is {read.onebit.tensor}, the grid is {grid.shape}; leave it out, or the grid"
             )
     if read.dump_state and (launch.rank if grid is None else grid.world.rank) == 0:
-        log.info("configuration: %s", json.dumps(read.to_dict(), indent=2))
+        shown = json.dumps(read.to_dict(), indent=2)
+        if read.comet.api_key:  # logs are read by others
+            shown = shown.replace(json.dumps(read.comet.api_key), '"(hidden)"')
+        log.info("configuration: %s", shown)
     return read

@@ -188,7 +188,7 @@ def test_resume_within_a_round_is_no_interruption(codec: onebit.comm.Codec) -> N
 
 
 def test_states_of_different_rounds_are_refused() -> None:
-    """Each rank has saved after as many steps of its own, and the anchors are not the same."""
+    """Each rank has saved after as many steps, and the anchors are not the same."""
 
     def before(transport: SimTransport) -> dict[str, Any]:
         x, states = nn.Parameter(torch.zeros(5)), []

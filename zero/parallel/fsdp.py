@@ -87,7 +87,7 @@ def shard(
         ratio: With offload, the share of the model's elements to keep in host memory, at least: those of the root and
             of the last blocks. 1 by default.
         pin_memory: Whether offloaded memory is page-locked if there is CUDA; True by default.
-        whole: Parameters that stay as they are, and whose gradients nobody reduces; none by default.
+        whole: Parameters that stay whole, and whose gradients are not reduced; none by default.
         methods: Names of the model's methods that gather as forward does; none by default.
 
     Returns:

@@ -58,8 +58,8 @@ def choose_slots(
         pool: The number of slots of each host.
         include: `HOST[:SLOT,...]@...`: only these; a host without slots means all of its slots.
         exclude: All but these, in the same form.
-        num_nodes: Only so many hosts, from the first; None: all.
-        num_gpus: Only so many slots of each host, from slot 0; None: all.
+        num_nodes: Number of hosts to take, from the first; None: all.
+        num_gpus: Number of slots to take on each host, from slot 0; None: all.
 
     Raises:
         UserError: Options exclude each other, or name hosts or slots that are not in `pool`; or nothing is left.

@@ -1,4 +1,4 @@
-"""Commands on several hosts, each under an ssh of its own: passes their output on, and ends all when one fails."""
+"""Commands on several hosts, each under its own ssh: passes their output on, and ends all when one fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Commands:
         self._alive: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, host: str, argv: Sequence[str]) -> None:
-        """In a session of its own: Ctrl+C reaches the launcher alone, which ends the command in order."""
+        """In its own session: Ctrl+C reaches the launcher alone, which ends the command in order."""
         process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
