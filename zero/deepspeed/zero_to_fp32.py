@@ -112,9 +112,9 @@ def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: str | os.Path
     """
     model = model.cpu()
     whole = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    missing, unknown = model.load_state_dict(whole, strict=False)
-    if unknown:
+    if unknown := sorted(whole.keys() - model.state_dict().keys()):  # before anything is loaded
         raise ValueError(f"{checkpoint_dir} has weights of another model: {type(model).__name__} has no {unknown[0]}")
+    missing, _ = model.load_state_dict(whole, strict=False)
     if missing:
         log.warning("%s has no weights for %s, which stay as they are", checkpoint_dir, ", ".join(missing))
     return model
