@@ -363,13 +363,15 @@ def _launch(name: str, device: torch.device, block: int, blocks: int, *args: obj
         kernel((-(-blocks // _BLOCKS_PER_LAUNCHED),), (THREADS,), args)
 
 
-@contextlib.contextmanager
-def _on(device: torch.device) -> Iterator[None]:
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """CuPy's launches go to torch's current stream of the device."""
-    with contextlib.ExitStack() as contexts:
-        if device.index != torch.cuda.current_device():
-            contexts.enter_context(_cupy().cuda.Device(device.index))
-        contexts.enter_context(_stream(current_stream(device), device.index))
+    stream = _stream(current_stream(device), device.index)
+    return stream if device.index == torch.cuda.current_device() else _on_other_device(device.index, stream)
+
+
+@contextlib.contextmanager
+def _on_other_device(index: int, stream: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+    with _cupy().cuda.Device(index), stream:
         yield
 
 

@@ -181,7 +181,7 @@ class Transport(ABC):
         return torch.device("cpu")
 
     def reaches(self, device: torch.device) -> bool:
-        """Whether tensors on this device are sent directly. If not, a launch copies them to host memory and waits.
+        """Whether tensors on this device are sent directly. If not, a launch copies them to `device` and waits.
 
         Args:
             device: Device of a tensor to send.

@@ -99,62 +99,63 @@ def as_bytes(x: Tensor) -> Tensor:
 class _HasCollectives(Protocol):
     rank: int
 
+    @property
+    def device(self) -> torch.device: ...
     def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work: ...
     def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work: ...
     def all_reduce(self, x: Tensor) -> Work: ...
     def broadcast(self, x: Tensor, src: int) -> Work: ...
 
 
-class HostStaged:
-    """The operations of `transport` for tensors that it cannot send: copied to host memory at launch, back in `wait()`.
+class Staged:
+    """The operations of `transport` for tensors that it cannot send: copied at launch to the device of its small
+    messages, back in `wait()`. So Gloo sends CUDA tensors from host memory, and NCCL the host's from the GPU.
 
-    The copy to the host waits for the current stream, so a launch blocks until the input has been computed. The copy
-    back is ordered by the stream that is current in `wait()`.
+    The copy waits for the current stream, so a launch blocks until the input has been computed. The copy back is
+    ordered by the stream that is current in `wait()`.
     """
 
     def __init__(self, transport: _HasCollectives):
         self._transport = transport
 
     def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
-        host_out_WB = _host_empty(out_WB)
-        return _CopyBack(self._transport.all_to_all(host_out_WB, _host_copy(in_WB)), host_out_WB, out_WB)
+        staged_WB = self._empty(out_WB)
+        return _CopyBack(self._transport.all_to_all(staged_WB, self._copy(in_WB)), staged_WB, out_WB)
 
     def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
-        host_out_WB = _host_empty(out_WB)
-        return _CopyBack(self._transport.all_gather(host_out_WB, _host_copy(in_B)), host_out_WB, out_WB)
+        staged_WB = self._empty(out_WB)
+        return _CopyBack(self._transport.all_gather(staged_WB, self._copy(in_B)), staged_WB, out_WB)
 
     def all_reduce(self, x: Tensor) -> Work:
-        host_x = _host_copy(x)
-        return _CopyBack(self._transport.all_reduce(host_x), host_x, x)
+        staged = self._copy(x)
+        return _CopyBack(self._transport.all_reduce(staged), staged, x)
 
     def broadcast(self, x: Tensor, src: int) -> Work:
-        host_x = _host_copy(x) if self._transport.rank == src else _host_empty(x)
-        return _CopyBack(self._transport.broadcast(host_x, src), host_x, x)
+        staged = self._copy(x) if self._transport.rank == src else self._empty(x)
+        return _CopyBack(self._transport.broadcast(staged, src), staged, x)
+
+    def _empty(self, x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, device=self._transport.device, pin_memory=x.is_cuda)
+
+    def _copy(self, x: Tensor) -> Tensor:
+        return self._empty(x).copy_(x.detach())
 
 
 class _CopyBack:
-    def __init__(self, work: Work, host: Tensor, out: Tensor):
+    def __init__(self, work: Work, staged: Tensor, out: Tensor):
         self._work: Work | None = work
-        self._host, self._out = host, out
+        self._staged, self._out = staged, out
 
     def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
             self._work = None
             # On CUDA the current stream orders the copy, and the host does not wait: torch's allocator of pinned memory
-            # does not reuse the host buffer until the copy has read it. Elsewhere the copy is done when it returns.
-            self._out.detach().copy_(self._host, non_blocking=self._out.is_cuda)
+            # does not reuse the staged copy until the copy has read it. Elsewhere the copy is done when it returns.
+            self._out.detach().copy_(self._staged, non_blocking=self._out.is_cuda)
 
     def is_ready(self) -> bool:
         return self._work is None or self._work.is_ready()
-
-
-def _host_empty(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
-
-
-def _host_copy(x: Tensor) -> Tensor:
-    return _host_empty(x).copy_(x.detach())
 
 
 def reason(error: BaseException) -> str:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from .base import Channel, Transport, Work
-from .edge import HostStaged, check_all_gather, check_all_to_all, check_contiguous, check_split
+from .edge import Staged, check_all_gather, check_all_to_all, check_contiguous, check_split
 from .notes import HISTORY, Numbering, Operation
 
 
 class NetworkedTransport(Transport):
-    """Checks a collective's tensors, and stages them through host memory if the network cannot send them directly.
+    """Checks a collective's tensors, and stages them on its own device if the network cannot send them directly.
 
     Then it numbers the operation, counts its bytes, and the subclass launches it: `_all_to_all` and the others.
     """
@@ -48,7 +48,7 @@ class NetworkedTransport(Transport):
     def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
         check_all_to_all(self.rank, self.world_size, out_WB, in_WB)
         if not self.reaches(in_WB.device):
-            return HostStaged(self).all_to_all(out_WB, in_WB)
+            return Staged(self).all_to_all(out_WB, in_WB)
         row_bytes = in_WB[0].nbytes
         operation = self._count("all_to_all", row_bytes, row_bytes * (self.world_size - 1))
         return self._all_to_all(operation, out_WB, in_WB)
@@ -56,21 +56,21 @@ class NetworkedTransport(Transport):
     def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
         check_all_gather(self.rank, self.world_size, out_WB, in_B)
         if not self.reaches(in_B.device):
-            return HostStaged(self).all_gather(out_WB, in_B)
+            return Staged(self).all_gather(out_WB, in_B)
         operation = self._count("all_gather", in_B.nbytes, in_B.nbytes * (self.world_size - 1))
         return self._all_gather(operation, out_WB, in_B)
 
     def all_reduce(self, x: Tensor) -> Work:
         check_contiguous(self.rank, "all_reduce", x)
         if not self.reaches(x.device):
-            return HostStaged(self).all_reduce(x)
+            return Staged(self).all_reduce(x)
         operation = self._count("all_reduce", x.nbytes, 2 * x.nbytes * (self.world_size - 1) // self.world_size)
         return self._all_reduce(operation, x)
 
     def broadcast(self, x: Tensor, src: int) -> Work:
         check_contiguous(self.rank, "broadcast", x)
         if not self.reaches(x.device):
-            return HostStaged(self).broadcast(x, src)
+            return Staged(self).broadcast(x, src)
         sent_bytes = x.nbytes * (self.world_size - 1) if self.rank == src else 0
         operation = self._count(f"broadcast from rank {self._names[src]}", x.nbytes, sent_bytes)
         return self._broadcast(operation, x, src)

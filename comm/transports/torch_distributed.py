@@ -267,8 +267,8 @@ class TorchTransport(NetworkedTransport):
             self._collective(operation, (), lambda: dist.barrier(group=self.group, async_op=True)).wait()
 
     def reaches(self, device: torch.device) -> bool:
-        """Gloo sends from host memory only."""
-        return device.type == "cpu" or self._backends.get(device.type) not in (None, "gloo")
+        """Gloo sends from host memory only, and NCCL from a GPU's."""
+        return self._backends.get(device.type, "gloo") != "gloo" or (device.type == "cpu" and "cpu" in self._backends)
 
     def _is_gloo(self, x: Tensor) -> bool:
         return self._backends.get(x.device.type) == "gloo"

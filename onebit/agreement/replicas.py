@@ -110,10 +110,9 @@ def differing(transport: Transport, tensors: Sequence[Tensor]) -> dict[int, list
     mine = fingerprints(tensors).cpu()
     weights = torch.arange(1, len(mine) + 1, device="cpu")
     total = int((mine * (2 * weights + 1)).sum()) & (2**64 - 1)
-    device = tensors[0].device if tensors else "cpu"
-    if len(set(gather_bytes(transport, total.to_bytes(16, "little"), device))) == 1:
+    if len(set(gather_bytes(transport, total.to_bytes(16, "little")))) == 1:
         return {}
-    rows = [b for b in gather_bytes(transport, mine.numpy().tobytes(), device)]
+    rows = gather_bytes(transport, mine.numpy().tobytes())
     all_WP = [torch.frombuffer(bytearray(b), dtype=torch.int64) for b in rows]
     return {
         rank: torch.nonzero(row != all_WP[0]).flatten().tolist()

@@ -17,6 +17,7 @@ from onebit import OnebitAdam, dense, zero
 from onebit.comm import SignCodec, allreduce_mean, hierarchical, run_ranks
 from onebit.comm.transports.edge import DIAGNOSIS_S, check_all_gather, check_all_to_all, check_contiguous
 from onebit.comm.transports.mpi import check_thread_level
+from onebit.comm.transports.torch_distributed import TorchTransport
 
 WORLDS = [1, 2, 3, 4]
 BACKENDS = ("gloo", "mpi")
@@ -254,6 +255,21 @@ def test_mpi_job_ends_when_a_rank_is(fate: str) -> None:
 def test_gloo_survivors_end_by_themselves() -> None:
     codes = outlived("gloo", "stopped").returncodes
     assert codes == (0, 0, -9, 0)
+
+
+@pytest.mark.parametrize(
+    ("backends", "reached"),
+    [
+        ({"cpu": "gloo", "cuda": "gloo"}, {"cpu"}),
+        ({"cuda": "nccl"}, {"cuda"}),
+        ({"cpu": "gloo", "cuda": "nccl"}, {"cpu", "cuda"}),
+        ({"cpu": "gloo"}, {"cpu"}),
+    ],
+)
+def test_a_group_sends_from_the_devices_that_its_backends_serve(backends: dict[str, str], reached: set[str]) -> None:
+    transport = object.__new__(TorchTransport)
+    transport._backends = backends
+    assert {name for name in ("cpu", "cuda") if transport.reaches(torch.device(name))} == reached
 
 
 def test_edge_refuses_wrong_shapes_and_says_the_rank() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from onebit.comm import ErrorFeedback, SignCodec, Transport, Wire, Work, compressed_allreduce, interleave
-from onebit.comm.transports.edge import HostStaged
+from onebit.comm.transports.edge import Staged
 
 SIZES = (0, 1, 7, 4096, 100_003)
 
@@ -191,7 +191,7 @@ def check_waiting_twice_is_harmless(transport: Transport) -> None:
 
 def check_host_staging_gives_the_same(transport: Transport) -> None:
     """The path of device tensors, forced on host tensors: both inputs and outputs go through copies."""
-    staged = _Staged(transport)
+    staged = _Copying(transport)
     check_all_to_all_transposes(staged)
     check_all_gather_stacks(staged)
     check_all_reduce_sums(staged)
@@ -199,7 +199,7 @@ def check_host_staging_gives_the_same(transport: Transport) -> None:
     check_operations_in_flight_may_be_waited_for_in_reverse(staged)
 
 
-class _Staged(HostStaged):
+class _Copying(Staged):
     def __init__(self, transport: Transport):
         super().__init__(transport)
         self.rank, self.world_size = transport.rank, transport.world_size
