@@ -37,6 +37,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def gathered(tensor: Tensor) -> Tensor:
+    """A DTensor's elements of all ranks, on its device; any other tensor itself. All ranks of its mesh.
+
+    They meet on the mesh's device: a shard may be in host memory, of which NCCL sends nothing.
+    """
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    whole: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    return whole.to(tensor.device)
+
+
 def model_parallel_group_of(given: ModelParallelGroup | Transport | None) -> ModelParallelGroup:
     """The group of an optimizer, from its argument: a group, a transport between shards, or None if it is whole."""
     return (

@@ -182,13 +182,6 @@ class Form(ABC):
                 f"{shape.size('tensor')} ranks compute each layer together: pass initialize(tensor_plan=...), which "
                 "says how"
             )
-        served = getattr(given.grid.world, "device", torch.device("cpu"))
-        if offloads(config) and served.type != "cpu":
-            raise ValueError(
-                f"rank {given.grid.world.rank}: offloaded gradients are averaged in host memory, and the process group "
-                f"serves {served.type} alone; call torch.distributed.init_process_group('cpu:gloo,cuda:nccl') before "
-                "initialize()"
-            )
 
     @classmethod
     def without_effect(cls, config: Config, shape: GridShape) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import Transport, init
-from ..comm.launch import detect
+from ..comm.launch import Launch, detect
 from ..comm.transports.torch_distributed import TorchTransport
 from ..model_parallel import ModelParallelGroup
 
@@ -209,6 +209,8 @@ def start(*, backend: str | None = None, timeout_s: float = 300.0, **sizes: int 
     shape = shape_of(world_size, launch.local_size if knows_nodes else None, sizes)
     if backend is None and not is_there:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if is_there and knows_nodes and "nccl" in torch.distributed.get_backend_config():
+        choose_device(launch)
     world = init(backend, timeout_s, levels=1)
     assert isinstance(world, TorchTransport)
     device_type = "cuda" if "nccl" in torch.distributed.get_backend_config() else "cpu"
@@ -228,6 +230,15 @@ def start(*, backend: str | None = None, timeout_s: float = 300.0, **sizes: int 
                 launch.local_size,
             )
     return Grid(shape, mesh, world, transports, parts)
+
+
+def choose_device(launch: Launch) -> None:
+    """Compute on the GPU with this rank's number in its node, unless the script has chosen one (as in DeepSpeed).
+
+    `init` does so for the groups that it makes itself.
+    """
+    if torch.cuda.current_device() == 0 and 0 < launch.local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(launch.local_rank)
 
 
 def _model_parallel_group(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from onebit.zero.grid import AXES, GridShape, shape_of, start
+from onebit.comm.launch import Launch
+from onebit.zero.grid import AXES, GridShape, choose_device, shape_of, start
 
 
 def test_every_rank_has_one_place() -> None:
@@ -86,3 +88,18 @@ def test_it_is_refused_before_there_is_a_process_group(monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="cannot be divided"):
         start(shard=3)
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "there", "chosen", "used"),
+    [(0, 4, 0, 0), (3, 4, 0, 3), (3, 4, 2, 2), (3, 1, 0, 0)],  # the last one: each rank sees its own GPU alone
+)
+def test_a_rank_of_a_group_that_the_script_made_computes_on_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, there: int, chosen: int, used: int
+) -> None:
+    current = [chosen]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.__setitem__(0, device))
+    choose_device(Launch("torchrun", local_rank, 4, local_rank, 4))
+    assert current == [used]

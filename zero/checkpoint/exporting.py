@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from ...checkpoint.files import reason
 from ...comm import Transport
 from ...comm.messages import call_of_all, gather_texts, raise_on_all_ranks
+from ...model_parallel import gathered
 from ..grid import Grid
 from .weight_folder import export_folder
 from .weights import check_can_export, error_of_safetensors, write_weights
@@ -77,9 +78,9 @@ def _of_all_stages(model: nn.Module, grid: Grid) -> dict[str, Tensor]:
     here, pipe, whole = grid.coordinates, grid.transports["pipe"], {}
     is_first = not any(place for axis, place in here.items() if axis != "pipe")
     for name, x in model.state_dict().items():
-        gathered = x.full_tensor() if hasattr(x, "full_tensor") else x
+        all_ranks = gathered(x)
         if is_first:  # of its stage
-            whole[name] = gathered.cpu()
+            whole[name] = all_ranks.cpu()
     if not is_first:
         return {}
     held = {name: (list(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in whole.items()}

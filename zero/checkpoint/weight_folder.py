@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...checkpoint.files import create, make_folder, reason, remove, sync_folder
 from ...comm import Transport
 from ...comm.messages import gather_texts, raise_on_all_ranks
+from ...model_parallel import gathered
 from ..grid import Grid
 from .weights import error_of_safetensors, tied, write_weights
 from .whole import INDEX
@@ -124,8 +125,7 @@ def _gathered(entry: Entry, own: dict[str, Tensor], grid: Grid | None) -> Tensor
     has_it = stages == 1 or grid is None or grid.coordinates["pipe"] == entry.stage
     whole = torch.empty(0, dtype=torch.float32, device="cpu")
     if has_it:
-        x = own[entry.name].detach()
-        whole = x.full_tensor() if hasattr(x, "full_tensor") else x
+        whole = gathered(own[entry.name].detach())
     if grid is not None and entry.stage > 0:
         pipe = grid.transports["pipe"]
         if not has_it:

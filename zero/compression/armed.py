@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ...model_parallel import gathered
 from .config import Compression
 from .matrices import Form, is_compressible, is_convolution
 from .plan import Plan, Pruned
@@ -83,8 +84,7 @@ class Armed:
             if pruning.is_due(before, self.step):
                 pruning.reach(self.step)
                 weight = self.original(one.name).detach()
-                whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-                pruning.choose(whole.to(pruning.mask.device))
+                pruning.choose(gathered(weight).to(pruning.mask.device))
 
     def _tell(self) -> None:
         for technique in self.techniques():

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from ...comm.messages import gather_texts
+from ...model_parallel import gathered
 from ..compression.scheduler import CompressionScheduler
 from ..config.reader import nearest, write_block
 from ..config.sections import OffloadOptimizer, OffloadParam
@@ -668,8 +669,7 @@ class DeepSpeedEngine(Engine):
         whole = {} if destination is None else destination
         for name, x in self.form.weights().items():
             if not (exclude_frozen_parameters and name in frozen):
-                full = x.full_tensor() if hasattr(x, "full_tensor") else x
-                whole[prefix + name] = full.detach().to("cpu", copy=True)
+                whole[prefix + name] = gathered(x).detach().to("cpu", copy=True)
         return whole
 
     @every_rank

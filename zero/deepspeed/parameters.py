@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ...comm import SimTransport
 from ...comm.messages import call_of_all, gather_bytes
 from ...layout.masters import master_of
-from ...model_parallel import local
+from ...model_parallel import gathered, local
 from ..checkpoint.reshard import slice_of
 from ..parallel.dense import like
 from .engine import DeepSpeedEngine
@@ -191,7 +191,7 @@ def _whole(p: nn.Parameter) -> nn.Parameter:
     """A DTensor's values in one tensor, or the parameter itself."""
     if not hasattr(p, "full_tensor"):
         return p
-    return nn.Parameter(p.full_tensor().detach().clone(), requires_grad=p.requires_grad)
+    return nn.Parameter(gathered(p).detach().clone(), requires_grad=p.requires_grad)
 
 
 def _places(held: _Held) -> list[tuple[nn.Module, str]]:
@@ -429,4 +429,4 @@ def _full(held: _Held, x: Tensor, what: str) -> Tensor:
     if not hasattr(x, "full_tensor"):
         return x
     with call_of_all(held.engine.grid.model_parallel_group.transport, f"safe_get_full_{what}()"):
-        return cast(Tensor, x.full_tensor()).reshape(held.p.shape)
+        return gathered(x).reshape(held.p.shape)

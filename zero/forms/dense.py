@@ -23,7 +23,7 @@ from ...agreement.skips import SkipLimit
 from ...dense import DenseAverager
 from ...layout.masters import NAME as MASTER
 from ...layout.masters import is_low
-from ...model_parallel import ModelParallelGroup, local
+from ...model_parallel import ModelParallelGroup, gathered, local
 from ..config.whole import Config
 from ..form import Given, choice_of
 from ..grid import GridShape
@@ -170,7 +170,7 @@ class Dense(InNode):
         flat: dict[str, Any] = get_optimizer_state_dict(self.sharding.held, self.optimizer, options=_FLAT)
         flat = {name: x for name, x in flat.items() if name not in self._flat_masters()}
         for name in self._of_scalars(flat):
-            flat[name] = flat[name].full_tensor().reshape(())
+            flat[name] = gathered(flat[name]).reshape(())
         tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
         return tensors, {name: x for name, x in flat.items() if name not in tensors}
 
