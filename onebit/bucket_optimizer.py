@@ -68,7 +68,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         hooks: Whether to look at gradients as they are computed; see `Buckets`.
         max_grad_norm: As in `SharedOptions`, like the following. Default 0.
         transport: Default None: `onebit.comm.init()`.
-        bucket_cap_mb: float32 MiB per bucket at most. Default 16.
+        bucket_cap_mb: float32 MiB per bucket at most. Default None: 16 in host memory, 64 on a GPU.
         check_replicas_every: Steps between votes on the replicas' bits. Default 100.
         max_consecutive_skips: Skipped steps in a row that are an error. Default `MOST_SKIPS`.
         **torchs: See `TorchOptions`.
@@ -87,7 +87,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         *,
         max_grad_norm: float = 0.0,
         transport: Transport | None = None,
-        bucket_cap_mb: float = 16.0,
+        bucket_cap_mb: float | None = None,
         check_replicas_every: int = 100,
         max_consecutive_skips: int = MOST_SKIPS,
         **torchs: Unpack[TorchOptions],
@@ -97,7 +97,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
             ("max_grad_norm", max_grad_norm),
             ("check_replicas_every", check_replicas_every),
             ("max_consecutive_skips", max_consecutive_skips),
-            ("bucket_cap_mb", bucket_cap_mb),
+            ("bucket_cap_mb", 0.0 if bucket_cap_mb is None else bucket_cap_mb),
         ):
             check_is_number(type(self).__name__, key, number)
         if not (max_grad_norm >= 0 and check_replicas_every >= 0):

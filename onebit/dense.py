@@ -26,6 +26,7 @@ from .usage.marks import GradientMark, gradient_bits, is_inspected, marks_of
 log = logging.getLogger(__name__)
 
 _FIRST_BUCKET_MB = 1.0  # as in DDP: the wire has work soon after the backward pass begins
+_CAP_MB = 25.0
 
 
 @dataclass
@@ -109,7 +110,7 @@ class Bucket:
 
 
 @torch.no_grad()
-def average_gradients(parameters: Iterable[Tensor], transport: Transport, bucket_cap_mb: float = 25.0) -> float:
+def average_gradients(parameters: Iterable[Tensor], transport: Transport, bucket_cap_mb: float | None = None) -> float:
     """Replace each gradient by its mean over all ranks.
 
     Gradients travel in flat float32 buckets (the first of 1 MiB, a larger parameter by itself), last parameter first,
@@ -119,7 +120,7 @@ def average_gradients(parameters: Iterable[Tensor], transport: Transport, bucket
     Args:
         parameters: The same on all ranks, in the same order. Frozen ones are skipped.
         transport: Connection to the other ranks.
-        bucket_cap_mb: Largest bucket, in MiB. Default 25.
+        bucket_cap_mb: Largest bucket, in MiB. Default None: 25.
 
     Returns:
         Milliseconds that this rank waited for the network.
@@ -164,13 +165,13 @@ class DenseAverager:
     Args:
         parameters: Parameters to average.
         transport: Connection to the other ranks.
-        bucket_cap_mb: Largest bucket, in MiB. Default 25.
+        bucket_cap_mb: Largest bucket, in MiB. Default None: 25.
 
     Raises:
         RuntimeError: A parameter was moved or resized.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], transport: Transport, bucket_cap_mb: float = 25.0):
+    def __init__(self, parameters: Iterable[Tensor], transport: Transport, bucket_cap_mb: float | None = None):
         check_transport(transport)
         self._transport, self._bucket_cap_mb = transport, bucket_cap_mb
         self._channel = transport.new_channel()  # ranks launch buckets in backward or in finish()
@@ -181,7 +182,7 @@ class DenseAverager:
         self._is_paused = self._sends_late = False
         self._add([p for p in given if p.requires_grad])
 
-    def _make_buckets(self, params: Sequence[Tensor], bucket_cap_mb: float) -> Sequence[Bucket]:
+    def _make_buckets(self, params: Sequence[Tensor], bucket_cap_mb: float | None) -> Sequence[Bucket]:
         return [_new_bucket(group) for group in in_buckets(params, bucket_cap_mb)]
 
     def _add(self, params: Sequence[Tensor]) -> None:
@@ -286,9 +287,10 @@ def _wait(work: Work | None) -> float:
 
 
 def in_buckets(
-    parameters: Iterable[Tensor], bucket_cap_mb: float, kind: Callable[[Tensor], object] = lambda p: p.device
+    parameters: Iterable[Tensor], bucket_cap_mb: float | None, kind: Callable[[Tensor], object] = lambda p: p.device
 ) -> list[list[Tensor]]:
-    """The parameters with elements, last first, in buckets of one kind each that do not exceed the cap."""
+    """The parameters with elements, last first, in buckets of one kind each that do not exceed the cap (None: 25)."""
+    bucket_cap_mb = _CAP_MB if bucket_cap_mb is None else bucket_cap_mb
     trainable = [p for p in parameters if local(p).numel() > 0]
     groups: list[list[Tensor]] = []
     room = 0

@@ -79,11 +79,24 @@ class BucketOwner(Protocol[B]):
         """Called when p's gradient has just been accumulated."""
 
 
-def elements_of(bucket_cap_mb: float) -> int:
-    """Number of elements of a bucket of this many float32 MiB. Raises ValueError on this rank alone."""
+def elements_of(bucket_cap_mb: float | None) -> int | None:
+    """Number of elements of a bucket of this many float32 MiB; None: as the device of its parameters asks.
+
+    Raises ValueError on this rank alone.
+    """
+    if bucket_cap_mb is None:
+        return None
     if not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb must be above 0 and finite, got {bucket_cap_mb}")
     return max(1, int(bucket_cap_mb * 2**20 / 4))
+
+
+def default_elements(device: torch.device) -> int:
+    """Number of elements of a bucket at most: 16 float32 MiB in host memory, 64 on a GPU.
+
+    On a GPU a bucket costs the host half a millisecond, whatever its size (scripts/records/gpu_h200_2026-11.md).
+    """
+    return (16 if device.type == "cpu" else 64) << 18
 
 
 class Buckets(list[B]):
@@ -93,7 +106,8 @@ class Buckets(list[B]):
         owner: Makes the buckets.
         transport: Between the replicas.
         parts: The ranks that hold the parts of this replica.
-        elements: Elements of a bucket at most, see `elements_of`; a larger parameter has its own.
+        elements: Elements of a bucket at most, see `elements_of`; a larger parameter has its own. None: as many as
+            `default_elements` says.
         hooks: Whether to call the owner's `gradient_is_ready`. Default True.
 
     Attributes:
@@ -110,7 +124,7 @@ class Buckets(list[B]):
         owner: BucketOwner[B],
         transport: Transport,
         parts: ModelParallelGroup,
-        elements: int,
+        elements: int | None,
         *,
         hooks: bool = True,
     ):
@@ -242,7 +256,7 @@ class Buckets(list[B]):
             here = [(p, name) for p, name in trained if p.device == device]
             # By whole sizes, so that all shards have the same parameters in the same buckets, even without elements.
             sizes = [-(-p.numel() // self._parts.pieces(p)) for p, _ in here]
-            for indices in partition(sizes, self.elements):
+            for indices in partition(sizes, self.elements or default_elements(device)):
                 bucket = self._owner.new_bucket(g, [here[i] for i in indices], device)
                 self.append(bucket)
                 for p in bucket.params:

@@ -88,7 +88,7 @@ class LocalSteps(Wrapped):
             inside a node in every step, and differences travel between nodes. With delay it must have its own process
             group: pass a transport that no other code uses.
         model_parallel_group: See `CommonOptions`. Default None.
-        bucket_cap_mb: Largest bucket, in MiB of float32. Default 16.
+        bucket_cap_mb: Largest bucket, in MiB of float32. Default None: 16 in host memory, 64 on a GPU.
         error_dtype: dtype of the residuals: torch.float32 (default) or torch.bfloat16.
         check_replicas_every: Steps between comparisons of the anchors, in the first round after them. Default 100.
         max_consecutive_skips: Number of consecutive rounds without a finite difference on any rank that raises
@@ -119,7 +119,7 @@ class LocalSteps(Wrapped):
         model: nn.Module | None = None,
         transport: Transport | None = None,
         model_parallel_group: ModelParallelGroup | Transport | None = None,
-        bucket_cap_mb: float = 16.0,
+        bucket_cap_mb: float | None = None,
         error_dtype: torch.dtype = torch.float32,
         check_replicas_every: int = 100,
         max_consecutive_skips: int = MOST_SKIPS,

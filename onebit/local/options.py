@@ -27,7 +27,7 @@ class LocalOptions:
     balanced: bool
     averages_buffers: bool
     error_dtype: torch.dtype
-    bucket_elements: int
+    bucket_elements: int | None
     check_replicas_every: int
     max_consecutive_skips: int
 

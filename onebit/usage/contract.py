@@ -54,14 +54,14 @@ class SharedOptions(TorchOptions, total=False):
 
     max_grad_norm: clip by the norm of the mean gradient (0: off).
     transport: connection to the other ranks. Default `onebit.comm.init()`.
-    bucket_cap_mb: float32 MiB per bucket at most; see `layout.flat.partition`.
+    bucket_cap_mb: float32 MiB per bucket at most, see `layout.flat.partition`. None: 16 in host memory, 64 on a GPU.
     check_replicas_every: steps, taken or skipped, between votes on the bits that replicas have in common (0: never).
     max_consecutive_skips: this many skipped steps in a row are an error (0: never); see `agreement/skips.py`.
     """
 
     max_grad_norm: float
     transport: Transport | None
-    bucket_cap_mb: float
+    bucket_cap_mb: float | None
     check_replicas_every: int
     max_consecutive_skips: int
 

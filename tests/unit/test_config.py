@@ -442,7 +442,7 @@ DATA_EFFICIENCY = [
         ),
         ({"zero_optimization": {"mics_shard_size": 2, "zero_hpz_partition_size": 4}}, "keep one"),
         ({"communication_data_type": "int8"}, 'expected one of "fp32", "bf16", "fp16", got "int8"'),
-        ({"onebit": {"bucket_cap_mb": 0}}, "bucket_cap_mb: expected a number above 0, got 0"),
+        ({"onebit": {"bucket_cap_mb": 0}}, "bucket_cap_mb: expected a number above 0 or null, got 0"),
         ({"fp16": {"min_loss_scale": 0}}, "min_loss_scale: expected a number above 0, got 0"),
         ({"onebit": {"block": 100}}, "multiple of 64, got 100"),
         ({"onebit": {"shardings": "auto"}}, 'did you mean "sharding"'),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
+from onebit.layout.buckets import default_elements, elements_of
 from onebit.layout.flat import SMALL, partition
 
 
@@ -49,3 +51,11 @@ def test_what_leaves_last_is_little(whole: int) -> None:
     sizes = [unit] * (whole // unit)
     totals = sums(sizes, partition(sizes, 4 * SMALL))
     assert max(totals[0], totals[-1]) <= SMALL and len(totals) <= max(17, whole // (4 * SMALL) + 8)
+
+
+def test_a_bucket_is_larger_on_a_gpu_unless_its_size_is_given() -> None:
+    assert elements_of(None) is None and elements_of(0.5) == 2**17
+    assert default_elements(torch.device("cpu")) == elements_of(16) and default_elements(torch.device("cuda")) == 2**24
+    for cap in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="bucket_cap_mb must be above 0 and finite"):
+            elements_of(cap)

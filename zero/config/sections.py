@@ -276,7 +276,7 @@ class Onebit:
     differences: str = key("int4", TEXT, choices=("int4", "sign"))
     ranks_per_node: int | None = key(None, INT, null=True, least=1)
     compression: str = key("auto", TEXT, choices=("auto", "always"))
-    bucket_cap_mb: float = key(16.0, FLOAT, above=0)
+    bucket_cap_mb: float | None = key(None, FLOAT, null=True, above=0)
     error_dtype: str = key("fp32", TEXT, choices=("fp32", "bf16"))
     codec: str = key("sign", TEXT, choices=momentum_codecs())
     warmup_codec: str | None = key(None, TEXT, null=True, choices=tuple(CODECS))

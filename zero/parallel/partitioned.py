@@ -64,7 +64,7 @@ class Partitioned(Sharding):
             parameters keep their dtypes.
         on_host: Share of the elements, 0 to 1, with shards in host memory. Default 0.
         pin_memory: Whether that memory is page-locked if there is CUDA. Default True.
-        bucket_cap_mb: Largest bucket, in MiB. Default 25.
+        bucket_cap_mb: Largest bucket, in MiB. Default None: 25.
         params: The parameters whose gradients and state are divided. Default None: all of the model's.
     """
 
@@ -77,7 +77,7 @@ class Partitioned(Sharding):
         dtype: torch.dtype | None = None,
         on_host: float = 0.0,
         pin_memory: bool = True,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float | None = None,
         params: Collection[Tensor] | None = None,
     ):
         super().__init__(model)
@@ -203,9 +203,9 @@ class Partitioned(Sharding):
 class _Scatter(DenseAverager):
     """Sends gradients to their owners as `DenseAverager` averages them, but during backward only within `sending`."""
 
-    def __init__(self, shards: Mapping[Tensor, nn.Parameter], stage: int, transport: Transport, bucket_cap_mb: float):
+    def __init__(self, shards: Mapping[Tensor, nn.Parameter], stage: int, transport: Transport, cap_mb: float | None):
         self._shards, self._stage = shards, stage
-        super().__init__(shards, transport, bucket_cap_mb)
+        super().__init__(shards, transport, cap_mb)
         self._is_paused = True
 
     @contextmanager
@@ -218,7 +218,7 @@ class _Scatter(DenseAverager):
         finally:
             self._is_paused = True
 
-    def _make_buckets(self, params: Sequence[Tensor], bucket_cap_mb: float) -> Sequence[Bucket]:
+    def _make_buckets(self, params: Sequence[Tensor], bucket_cap_mb: float | None) -> Sequence[Bucket]:
         groups = in_buckets(params, bucket_cap_mb, lambda p: (p.device, real_dtype(self._shards[p].dtype)))
         ranks = self._transport.world_size
         return [_Rows(group, [self._shards[p] for p in group], self._stage, ranks) for group in groups]
