@@ -135,7 +135,21 @@ class GradientNorm:
 
     def own_sums_on_device(self, scale: float) -> Tensor:
         """`own_sums` for a model in one piece, as a tensor on the device; see `gradient_sums`."""
-        return gradient_sums(self._gradients_and_momenta(), self._shares(), scale, self._buckets[0].device)
+        device = self._buckets[0].device
+        if device.type == "cpu":
+            return gradient_sums(self._gradients_and_momenta(), self._shares(), scale, device)
+        return gradient_sums(self._whole_buckets(), [1.0] * len(self._buckets), scale, device)
+
+    def _whole_buckets(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The gradients and the momentum of every bucket, flat. On a GPU one product of each parameter costs more."""
+        for bucket in self._buckets:
+            m = self._rule.momentum(bucket)
+            flat = torch.zeros_like(m)
+            pairs = zip(bucket.layout.views(flat), bucket.masked_gradients(), strict=True)
+            if present := [(view, g) for view, g in pairs if g is not None]:
+                views, grads = zip(*present, strict=True)
+                torch._foreach_copy_(views, grads)
+            yield flat, m
 
     def _shares(self) -> list[float]:
         """This rank's share of the sums, for every parameter that has a gradient here."""

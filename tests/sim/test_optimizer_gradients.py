@@ -521,6 +521,24 @@ def test_sums_on_the_device_are_those_of_the_host_to_the_bit(shares: tuple[float
     assert gradient_sums([], [], scale, torch.device("cpu")).tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_sums_of_whole_buckets_are_those_of_their_parameters(has_mask: bool) -> None:
+    """What a GPU computes: a missing gradient counts as zero, and one in another dtype is read as float32."""
+    params = [nn.Parameter(torch.randn(shape)) for shape in ((7, 3), (5,), (0, 2), (300,))]
+    masks = [torch.ones_like(p) if p.dim() == 2 else (torch.rand_like(p) > 0.5).float() for p in params]
+    group = {"params": params} | ({"exp_avg_mask": masks} if has_mask else {})
+    optimizer = onebit.OnebitAdam([group], lr=0.1, freeze_step=2, transport=SimTransport(), bucket_cap_mb=1e-3)
+    for _ in range(4):
+        for p in (params[0], params[3]):
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    params[0].grad, params[1].grad = torch.randn_like(params[0]), None
+    norm = optimizer._norm
+    whole = gradient_sums(norm._whole_buckets(), [1.0] * len(optimizer.buckets), 0.5, torch.device("cpu"))
+    assert whole.tolist() == pytest.approx(norm.own_sums(0.5), rel=1e-5)
+    assert len(optimizer.buckets) > 1 and whole[0] > 0
+
+
 def test_a_norm_beyond_float32_clips_a_compressed_step() -> None:
     """Its square overflows on one rank alone: all vote once more, in float64, and take the step."""
 
