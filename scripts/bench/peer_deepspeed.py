@@ -403,11 +403,16 @@ def worker(args: argparse.Namespace) -> None:
 
 @cache
 def start() -> Collectives:
-    """Patch DeepSpeed and initialise it, over torch's process group where there is one; its collectives. All ranks."""
-    if not _is_allocator_tuned():
+    """Patch DeepSpeed and initialise it, over torch's process group where there is one; its collectives. All ranks.
+
+    On a GPU, where that group is NCCL's, nothing is patched: its collectives are counted.
+    """
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    if not on_gpu and not _is_allocator_tuned():
         log.warning("DeepSpeed is slower than it need be: start the worker with `env %s`", " ".join(_allocator_words()))
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    sys.modules["cupy"] = make_cupy()
+    os.environ["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"
+    if not on_gpu:
+        sys.modules["cupy"] = make_cupy()
     collectives = Collectives()
     collectives.install()
     try:
@@ -415,8 +420,9 @@ def start() -> Collectives:
     except ModuleNotFoundError as error:
         raise SystemExit(f"{error}; a worker runs under the Python that --prepare made: {FOLDER}/bin/python") from None
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    without_compiling()
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    if not on_gpu:
+        without_compiling()
+    deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False)
     return collectives
 
 

@@ -30,6 +30,7 @@ from provenance import record_path, revision, write_record
 
 from gpu_check.attention import attention_checks, attention_table
 from gpu_check.checks import kernel_checks, optimizer_checks
+from gpu_check.engine import engine_checks
 from gpu_check.forms import form_checks
 from gpu_check.modes import inference_checks, offload_checks
 from gpu_check.section import Found, Outcome, Section, Setting, append, read, run
@@ -98,6 +99,12 @@ SECTIONS = {
             "Transports",
             "Two processes on one GPU end in the bits of two simulated ranks.",
             checks=transport_checks,
+        ),
+        Section(
+            "engine",
+            "The engine",
+            "Two replicas of two ranks, all on one GPU, over NCCL: the ranks' bits, and the loss beside the host's.",
+            checks=engine_checks,
         ),
         Section(
             "attention",
