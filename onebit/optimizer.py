@@ -52,7 +52,7 @@ from .membership.members import Members
 from .model_parallel import ModelParallelGroup, detach_version_, local
 from .rule import Rule
 from .step.bucket_step import Arrived, Decision
-from .step.clip import GradientNorm
+from .step.clip import MOST_TOO_LARGE, GradientNorm
 from .step.delayed import DelayedSteps
 from .step.driver import Driver, StepState
 from .step.link_probe import CompressionPolicy
@@ -78,8 +78,9 @@ class CommonOptions(SharedOptions, total=False):
     the same steps: its momentum is rounded to one bit, and its worker and server errors carry over the residuals; so
     the script and its checkpoints are those of several ranks.
 
-    max_grad_norm: exact while gradients are exchanged; otherwise estimated from each rank's norm and its product with
-        the momentum, which costs the overlap with backward.
+    max_grad_norm: exact while gradients are exchanged; otherwise the norm is estimated from each rank's norm and its
+        product with the momentum, and buckets leave before it is known, with the factor that earlier steps lead to
+        expect. If that is more than 1.25 times too large, all are sent once more.
     model_parallel_group: if the parameters are DTensors and each rank of the transport holds the same shard of another
         replica (`onebit.zero.grid`), the transport between the shards of one replica; if others hold other layers, the
         grid's `ModelParallelGroup`. It carries messages about the whole model: 8 to 32 bytes a step to each peer, and
@@ -155,6 +156,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self.policy.bind(
             self.transport, self.codec, self.buckets, self.model_parallel_group, self._traffic, self.computing
         )
+        self._asked_factor: float | None = None  # the clip factor that a step's norm asks for, if it was sent before
         self._driver: Driver[Bucket] = Driver(self.transport, self.placement.hierarchy.phases)
         self._roll: HeadersUnderWay | None = None  # headers that were sent and not read
         self.delay = delay
@@ -169,7 +171,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         A new value takes effect in the step under way.
 
         Raises:
-            RuntimeError: It is set for the first time after backward has sent gradients that it would clip.
+            RuntimeError: Clipping is turned on or off after backward has sent gradients.
             ValueError: It is negative, or not a number.
         """
         return self.clipper.max_norm
@@ -179,12 +181,11 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if not norm >= 0:
             raise ValueError(f"max_grad_norm must be at least 0 (0: off), got {norm}")
         before, self.clipper.max_norm = self.clipper.max_norm, norm
-        if self._driver.launched and self._clips_before_sending:
+        if self._driver.launched and (norm > 0) != (before > 0) and self.clipper.expected != 1.0:
             self.clipper.max_norm = before
             raise RuntimeError(
-                f"rank {self.transport.rank}: max_grad_norm={norm} comes after a backward pass has sent gradients that "
-                "were to be clipped; construct the optimizer with it, or set it between a step and the next backward "
-                "pass"
+                f"rank {self.transport.rank}: max_grad_norm={norm}, it was {before}, comes after a backward pass has "
+                "sent gradients; turn clipping on and off between a step and the next backward pass"
             )
 
     # ---------------------------------------------------------------- groups and buckets
@@ -289,11 +290,12 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             self._begin()
         if self._is_delayed or self.rule.is_silent() or self._clips_before_sending:
             return
+        scale = self._expected_factor
         with torch.no_grad(), self.computing.paused():
             while self._driver.catch_up() and (bucket := self._next_complete()) is not None:
                 if not self._all_begin(is_awaited=False):
                     return
-                self._launch(bucket, in_backward=True)
+                self._launch(bucket, scale, in_backward=True)
 
     @property
     def _is_delayed(self) -> bool:
@@ -348,6 +350,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return self._take_step_once(scale) if self._members is None else self._take_step_of(self._members, scale)
 
     def _take_step_once(self, scale: float) -> Sequence[str] | None:
+        self._asked_factor = None
         self._settle_masters()
         landed = self._land()
         try:
@@ -367,31 +370,35 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             decision = None if ballot is None else self._decide(ballot, scale)
         if decision is None:
             return [*(landed or ()), *self._skip()]
-        self._commit(decision, self.stats.clip_factor)
+        self._commit(decision, self.stats.clip_factor, self._asked_factor)
         return landed
 
     def _send(self, scale: float, resends: bool) -> Ballot | None:
         """Launch the remaining buckets, and the vote. None, on all ranks, if a norm is not finite on any.
 
-        The vote comes after the last launch, or before the first if it clips: at the same place in every rank's
-        sequence of operations.
+        The vote comes after the last launch, or before the first if that clips by it: at the same place in every
+        rank's sequence of operations.
 
         Args:
             scale: Factor of the gradients.
             resends: Whether gradients of this rank have changed since they were sent.
         """
-        ballot = None
+        ballot, self.stats.clip_factor = None, self._expected_factor
         if self._clips_before_sending:
             ballot = self._cast(scale, resends)
             self._read(ballot)
-            if are_beyond_range(ballot.votes):  # the same votes on all ranks
-                ballot = self._cast(scale, resends, in_float64=True)
-                ballot.read()
-            self.stats.clip_factor = self.clipper.estimated_factor(ballot.votes, self.transport.world_size)
+            self.stats.clip_factor = self._factor_by(ballot, scale, resends)
             if not math.isfinite(self.stats.clip_factor):
                 return None
         self._launch_rest(scale * self.stats.clip_factor)
-        return self._cast(scale * self.stats.clip_factor, resends) if ballot is None else ballot
+        return self._cast(scale, resends) if ballot is None else ballot
+
+    def _factor_by(self, ballot: Ballot, scale: float, resends: bool) -> float:
+        """The clip factor that the votes ask for, the same on all ranks. They vote once more beyond float32's range."""
+        if are_beyond_range(ballot.votes):  # the same votes on all ranks
+            ballot = self._cast(scale, resends, in_float64=True)
+            ballot.read()
+        return self.clipper.estimated_factor(ballot.votes, self.transport.world_size)
 
     def _decide(self, ballot: Ballot, scale: float) -> Decision | None:
         """Bring all buckets to their meeting, and decide. None, on all ranks, if anything is not finite on any.
@@ -402,15 +409,22 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         """
         arrived, is_good_here = self._wait_for_buckets(ballot)
         votes = ballot.votes
-        resending = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
-        if resending:
+        resending, is_too_large = [rank for rank, vote in enumerate(votes) if vote.summary.resends], False
+        if self._estimates_norm and not self._clips_before_sending:
+            self._asked_factor = self._factor_by(ballot, scale, bool(resending))
+            if not math.isfinite(self._asked_factor):
+                return None
+            is_too_large = self.stats.clip_factor > MOST_TOO_LARGE * self._asked_factor
+            if is_too_large:
+                self.stats.clip_factor = self._asked_factor
+        if resending or is_too_large:
             self._driver.resend()
             self._launch_rest(scale * self.stats.clip_factor)
             arrived, is_good_here = self._wait_for_buckets(ballot)
         self._count_resent(resending)
         if not all_parts_agree(self.model_parallel_group, ballot, is_good_here, self.buckets.frozen.values()):
             return None
-        if self.clipper.max_norm > 0 and not self._clips_before_sending:
+        if self.clipper.max_norm > 0 and not self._estimates_norm:
             self.stats.clip_factor = self.clipper.factor(self._norm.of_means([said.mean_gradient for said in arrived]))
             return Decision(present_anywhere(votes), self.stats.clip_factor)
         return Decision(present_anywhere(votes))
@@ -429,7 +443,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
         If gradients are not finite, they count as zero, in this replica alone.
         """
-        if self._clips_before_sending:
+        if self._estimates_norm:
             vote = StepVote(self._header(self.rule.round_name()).summary(), (), *self._norm.own_sums(scale))
             self.stats.clip_factor = self.clipper.estimated_factor([vote], self.transport.world_size)
         self._launch_rest(scale * self.stats.clip_factor)
@@ -442,10 +456,10 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self.stats.clip_factor = 1.0
         return Decision(seen, grads_nonfinite=True)
 
-    def _commit(self, decision: Decision, clip_factor: float) -> None:
+    def _commit(self, decision: Decision, clip_factor: float, asked_factor: float | None = None) -> None:
         self.rule.prepare_commit()
         if self.clipper.max_norm > 0:
-            self.clipper.remember(clip_factor, self.buckets.groups[0]["betas"][0])
+            self.clipper.remember(clip_factor, self.buckets.groups[0]["betas"][0], asked_factor)
         for count in self.steps:
             count += 1
         self._driver.commit(decision, self.rule.meet)
@@ -561,7 +575,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def _cast(self, scale: float, resends: bool, *, in_float64: bool = False) -> Ballot:
         """Send this rank's vote. The sums for clipping are computed on the device, unless in_float64."""
         (header, mine), sums = self._own_vote(self.buckets, resends=resends), None
-        if self._clips_before_sending:
+        if self._estimates_norm:
             if in_float64 or self.model_parallel_group.whole.world_size > 1:
                 norm_squared, product = self._norm.own_sums(scale)
                 mine = replace(mine, norm_squared=norm_squared, product=product)
@@ -583,10 +597,20 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return are_true
 
     @property
-    def _clips_before_sending(self) -> bool:
+    def _estimates_norm(self) -> bool:
         # While gradients are exchanged, the mean gradient is known afterwards. If momentum is exchanged instead, each
         # rank must clip before its error is added, by an estimate of the same norm.
         return self.clipper.max_norm > 0 and not all(self.rule.averages_gradients(bucket) for bucket in self.buckets)
+
+    @property
+    def _clips_before_sending(self) -> bool:
+        # A suspended step cannot be sent once more. After steps without traffic ranks expect different factors.
+        return self._estimates_norm and (self._is_delayed or self.rule.asks_first)
+
+    @property
+    def _expected_factor(self) -> float:
+        """The clip factor with which buckets leave before the norm is known."""
+        return self.clipper.expected if self._estimates_norm and not self._clips_before_sending else 1.0
 
     def steps_taken(self) -> int:
         """Number of steps that the first group has taken."""

@@ -24,7 +24,7 @@ LOCAL = ZERO_ONE | {"local_step_scaler": 3, "local_step_clipper": 4}
 # In the phase: at most so many fused calls, small operations, messages, and waits for the device.
 REPLICATED: dict[str, tuple[Callable, dict, str, tuple[int, int, int, int]]] = {
     "Adam": (onebit.OnebitAdam, {"freeze_step": WARM}, "compressed", (24, 12, 17, 1)),
-    "Adam, clipped": (onebit.OnebitAdam, {"freeze_step": WARM, "max_grad_norm": 1.0}, "compressed", (32, 47, 17, 2)),
+    "Adam, clipped": (onebit.OnebitAdam, {"freeze_step": WARM, "max_grad_norm": 1.0}, "compressed", (32, 49, 17, 1)),
     "Muon": (muon_of, {"freeze_step": WARM}, "compressed", (24, 427, 17, 1)),
     "Lamb": (onebit.OnebitLamb, {"freeze_step": WARM}, "compressed", (32, 238, 18, 1)),
     "0/1 Adam": (onebit.ZeroOneAdam, ZERO_ONE | {"local_step_clipper": 1}, "compressed", (32, 11, 17, 1)),
