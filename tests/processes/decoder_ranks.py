@@ -11,6 +11,7 @@ import torch
 import torch._dynamo  # in the process that forks instead of in each rank
 from decoders import ROWS, STEPS, batches, config_of, decoder
 from torch import Tensor
+from transformers import LlamaForCausalLM  # noqa: F401  (600 modules, 1 to 2 s: in the process that forks, too)
 
 from onebit import zero
 from onebit.zero.grid import Grid
