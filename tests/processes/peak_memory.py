@@ -1,6 +1,6 @@
 """Peak memory of every step, read from the kernel: what torch's allocations, kernels and malloc come to together.
 
-    MALLOC_MMAP_THRESHOLD_=65536 python tests/support/peak_memory.py    # JSON: bytes per parameter, by kind
+    MALLOC_MMAP_THRESHOLD_=32768 python tests/processes/peak_memory.py    # JSON: bytes per parameter, by kind
 
 Two ranks as threads; a first training of a few parameters loads what is loaded once. Linux only.
 The threshold keeps malloc from holding on to freed tensors, which would hide a peak behind an earlier one.
@@ -22,7 +22,7 @@ from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
 from onebit.comm import Log4Codec, SimTransport, run_ranks
 from onebit.zero import ShardedOnebitAdam
 
-RANKS, ROWS, COLUMNS, TENSORS, STEPS = 2, 256, 256, 40, 14
+RANKS, ROWS, COLUMNS, TENSORS, STEPS = 2, 192, 192, 40, 14
 WARMUP = 4
 
 

@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).with_name("peak_memory.py")
 
 @functools.cache
 def measured() -> dict[str, list[tuple[str, float, float]]]:
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "32768", "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=250)
     assert run.returncode == 0, run.stderr
     steps: dict[str, list[tuple[str, float, float]]] = json.loads(run.stdout)
