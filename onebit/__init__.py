@@ -18,6 +18,7 @@ from .arithmetic.muon import muon_groups
 from .host_adam import HostAdam
 from .lamb import Lamb
 from .laprop import LaProp
+from .lion import Lion
 from .local.intervals import QSR, Auto
 from .local.local_steps import LocalSteps
 from .model_parallel import transports_of
@@ -29,7 +30,7 @@ from .version import VERSION as __version__
 from .zero_one_adam import ZeroOneAdam
 
 __all__ = [
-    "QSR", "Auto", "DDPHookState", "DesyncError", "HostAdam", "LaProp", "Lamb", "LocalSteps", "OnebitAdam",
+    "QSR", "Auto", "DDPHookState", "DesyncError", "HostAdam", "LaProp", "Lamb", "Lion", "LocalSteps", "OnebitAdam",
     "OnebitLamb", "OnebitMuon", "ReplicaError", "SkippedStepsError", "ZeroOneAdam", "__version__", "comm", "ddp_hook",
     "muon_groups", "sync_buffers", "transports_of",
 ]  # fmt: skip

@@ -148,7 +148,8 @@ def check_options(where: str, group: Mapping[str, object]) -> None:
         where: Beginning of the message.
         group: The param group.
     """
-    for key in ("lr", "eps", "weight_decay"):
+    numbers = ["lr", "weight_decay", *(["eps"] if "eps" in group else [])]  # Lion divides by nothing
+    for key in numbers:
         check_number(where, key, group[key])
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
@@ -157,7 +158,7 @@ def check_options(where: str, group: Mapping[str, object]) -> None:
         check_number(where, "betas", beta)
         if float(beta) >= 1.0:
             raise ValueError(f"{where}: betas must lie in [0, 1), got {betas}")
-    for key, value in (("eps", group["eps"]), ("weight_decay", group["weight_decay"]), *(("betas", b) for b in betas)):
+    for key, value in (*((key, group[key]) for key in numbers[1:]), *(("betas", beta) for beta in betas)):
         if isinstance(value, Tensor):
             raise TypeError(
                 f"{where}: {key} must be a number, got {value!r}: only lr may be a tensor; pass its .item()"
@@ -286,7 +287,8 @@ def check_saved_groups(where: str, saved: list[Group], groups: list[Group]) -> N
     if sizes != expected:
         raise ValueError(f"{where}it has groups of {sizes} parameters, this optimizer of {expected}")
     for g, group in enumerate(saved):
-        if missing := [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]:
+        names = [key for key in ("lr", "betas", "eps", "weight_decay") if key in groups[g]]
+        if missing := [key for key in names if key not in group]:
             raise ValueError(f"{where}its group {g} has no {missing[0]}: it is not of Adam's family")
         _check_forms(f"{where}its group {g}", group)
         if group.get("decoupled_weight_decay") is False and group["weight_decay"]:

@@ -26,6 +26,7 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "ShardedZeroOneAdam": lambda params: onebit.zero.ShardedZeroOneAdam(params, transport=SimTransport()),
     "Lamb": onebit.Lamb,
     "LaProp": onebit.LaProp,
+    "Lion": onebit.Lion,
     "HostAdam": onebit.HostAdam,
     "LocalSteps": lambda params: onebit.LocalSteps(torch.optim.AdamW(params), transport=SimTransport()),
     "Offload": lambda params: onebit.zero.Offload(params, torch.optim.AdamW),

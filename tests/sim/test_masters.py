@@ -26,7 +26,7 @@ def make(name: str, params: list[nn.Parameter], transport: SimTransport, **optio
     return make_of(name, nn.ParameterList(params), transport, **options)
 
 
-DENSE = {"Lamb": onebit.Lamb, "LaProp": onebit.LaProp}
+DENSE = {"Lamb": onebit.Lamb, "LaProp": onebit.LaProp, "Lion": onebit.Lion}
 STEPS = 14
 
 

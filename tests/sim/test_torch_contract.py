@@ -144,7 +144,7 @@ def test_what_is_no_list_of_parameters_is_refused_with_the_remedy(what: str) -> 
     for name in ALL:
         with pytest.raises(error, match=message):
             make(name, given)
-    for kind in (onebit.LaProp, onebit.HostAdam):
+    for kind in (onebit.LaProp, onebit.Lion, onebit.HostAdam):
         with pytest.raises(error, match=message):
             kind(given)
 
@@ -240,11 +240,12 @@ EVERY: dict[str, Callable[[list[nn.Parameter], SimTransport], torch.optim.Optimi
     ),
     "Lamb": lambda ps, _: onebit.Lamb(ps),
     "LaProp": lambda ps, _: onebit.LaProp(ps),
+    "Lion": lambda ps, _: onebit.Lion(ps, lr=1e-3),  # so that 8 steps move bfloat16
     "HostAdam": lambda ps, _: onebit.HostAdam(ps),
     "HostAdam, small": lambda ps, _: onebit.HostAdam(ps, moment_dtype=torch.bfloat16, variance_dtype=torch.uint8),
     "Offload": lambda ps, _: zero.Offload(ps, onebit.HostAdam, mode="gradients"),
 }
-DENSE = ("Lamb", "LaProp", "HostAdam", "HostAdam, small", "Offload")
+DENSE = ("Lamb", "LaProp", "Lion", "HostAdam", "HostAdam, small", "Offload")
 
 
 def matrices_and_vectors() -> list[nn.Parameter]:
@@ -291,7 +292,7 @@ def test_torchs_defaults_of_type_and_device_change_no_bit(name: str) -> None:
 
 
 @pytest.mark.stranger("wrong without a word", "10: Lamb, LaProp and HostAdam count to 256 under a default of bfloat16")
-@pytest.mark.parametrize("kind", [onebit.Lamb, onebit.LaProp, onebit.HostAdam])
+@pytest.mark.parametrize("kind", [onebit.Lamb, onebit.LaProp, onebit.Lion, onebit.HostAdam])
 def test_steps_are_counted_beyond_256_whatever_the_default_dtype(kind: type) -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:

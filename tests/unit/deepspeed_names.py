@@ -172,6 +172,10 @@ SIGNATURES = """
     ops/lamb/fused_lamb.py -> ops.lamb
         FusedLamb.__init__(params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay,
             max_grad_norm, max_coeff, min_coeff, amsgrad)
+    ops/lion/fused_lion.py -> ops.lion
+        FusedLion.__init__(params, lr, betas, weight_decay, set_grad_none)
+    ops/lion/cpu_lion.py -> ops.lion
+        DeepSpeedCPULion.__init__(model_params, lr, betas, weight_decay, fp32_optimizer_states)
     runtime/utils.py -> runtime.utils
         set_random_seed(seed)
         see_memory_usage(message, force)

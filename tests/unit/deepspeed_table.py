@@ -82,6 +82,7 @@ MODULES: dict[str, str] = {
     "host memory; with `fp32_optimizer_states=False` its m is in bfloat16 and v in 8 bits, where DeepSpeed's have the "
     "parameters' type",
     "ops.lamb": "`onebit.Lamb`",
+    "ops.lion": "`onebit.Lion`",
     "pipe": "`net.parameters()` stand for those of all stages",
     "runtime.config": "names that `engine.optimizer_name()` returns",
     "runtime.lr_schedules": "options by name",

@@ -19,7 +19,7 @@ from deepspeed_table import NAMES, TABLES, rows, shown, used_patterns
 from torch import Tensor, nn
 
 import onebit.zero as deepspeed
-from onebit import HostAdam, Lamb, OnebitAdam
+from onebit import HostAdam, Lamb, Lion, OnebitAdam
 from onebit.comm import SimTransport
 from onebit.zero.compression.helper import convert_conv1d_to_linear, recursive_getattr
 from onebit.zero.deepspeed.engine import DeepSpeedEngine
@@ -45,6 +45,7 @@ PATHS = {
     "moe.utils": "moe",
     "ops.adam": "ops",
     "ops.lamb": "ops",
+    "ops.lion": "ops",
     "pipe": None,
     "runtime.config": "runtime",
     "runtime.lr_schedules": None,
@@ -332,6 +333,11 @@ def test_optimizers_by_deepspeeds_names() -> None:
     adamw = deepspeed.ops.adam.FusedAdam(net.parameters(), lr=0.1, betas=[0.8, 0.9], weight_decay=0.01)
     assert type(adamw) is torch.optim.AdamW and adamw.param_groups[0]["betas"] == (0.8, 0.9)
     assert type(deepspeed.ops.lamb.FusedLamb(net.parameters(), max_coeff=5.0)) is Lamb
+    lion = deepspeed.ops.lion.FusedLion(net.parameters(), betas=[0.8, 0.9], weight_decay=0.01)
+    assert type(lion) is type(deepspeed.ops.lion.DeepSpeedCPULion(net.parameters())) is Lion
+    assert (lion.param_groups[0]["betas"], lion.param_groups[0]["weight_decay"]) == ((0.8, 0.9), 0.01)
+    with pytest.raises(ValueError, match="fp32_optimizer_states=False is not supported"):
+        deepspeed.ops.lion.DeepSpeedCPULion(net.parameters(), fp32_optimizer_states=False)
 
 
 def test_deepspeeds_cpu_adam_is_ours_where_parameters_lie_in_host_memory() -> None:

@@ -33,6 +33,7 @@ MAKES: dict[str, Callable] = {
     "HostAdam, 8 bits": lambda ps: onebit.HostAdam(ps, lr=1e-2, variance_dtype=torch.uint8),
     "Lamb": lambda ps: onebit.Lamb(ps, lr=1e-2),
     "LaProp": lambda ps: onebit.LaProp(ps, lr=1e-2),
+    "Lion": lambda ps: onebit.Lion(ps, lr=1e-2),
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
 }
 PLACES = [("none", False), *((mode, in_files) for mode in MODES[1:-1] for in_files in (False, True)), ("full", False)]

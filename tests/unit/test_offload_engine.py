@@ -158,7 +158,7 @@ class TestShares:
     @pytest.mark.slow
     @pytest.mark.parametrize(("ratio", "share"), [(0.0, 0.0), (0.3, 272 / 576), (1.0, 1.0)])
     @pytest.mark.parametrize("stage", [1, 2, 3])
-    @pytest.mark.parametrize("name", ["AdamW", "LaProp"])
+    @pytest.mark.parametrize("name", ["AdamW", "LaProp", "Lion"])
     def test_train_to_the_same_bits(self, name: str, stage: int, ratio: float, share: float) -> None:
         resident = started(None, name=name, zero_optimization={"stage": stage}, gradient_clipping=0.1)
         expected = train(resident, 3)
@@ -193,8 +193,8 @@ class TestShares:
     @pytest.mark.parametrize(
         ("name", "more", "text"),
         [
-            ("Lamb", {}, "Adam, AdamW and LaProp step each where it is"),
-            ("OneBitAdam", {}, "Adam, AdamW and LaProp step each where it is"),
+            ("Lamb", {}, "Adam, AdamW, LaProp and Lion step each where it is"),
+            ("OneBitAdam", {}, "Adam, AdamW, LaProp and Lion step each where it is"),
             ("AdamW", {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}, "state of all shards"),
             ("AdamW", {"offload_param": {"device": "cpu"}}, "all shards in host memory, and they are the masters"),
         ],

@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.ops`: Adam and AdamW of torch, `onebit.HostAdam` and `onebit.Lamb`, under DeepSpeed's names.
+"""DeepSpeed's `deepspeed.ops`: Adam and AdamW of torch, `onebit.HostAdam`, `Lamb` and `Lion`, under DeepSpeed's names.
 
 Pass the optimizer to `initialize(optimizer=...)`; the engine averages gradients before each of its steps.
 """
@@ -13,9 +13,10 @@ from torch.optim.optimizer import ParamsT
 from ...host_adam import HostAdam
 from ..config.entries.adam import DenseAdamParams
 from ..config.entries.lamb import LambParams
+from ..config.entries.lion import LionParams
 from ..config.optimizers import OptimizerChoice, build_optimizer
 
-__all__ = ["DeepSpeedCPUAdam", "FusedAdam", "FusedLamb"]
+__all__ = ["DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLamb", "FusedLion"]
 
 
 def FusedAdam(
@@ -149,3 +150,50 @@ def FusedLamb(
         min_coeff=min_coeff,
     )
     return build_optimizer(OptimizerChoice("Lamb", given), params)
+
+
+def FusedLion(
+    params: ParamsT,
+    lr: float = 1e-3,
+    betas: Sequence[float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+    set_grad_none: bool = True,
+) -> torch.optim.Optimizer:
+    """`onebit.Lion`, under DeepSpeed's name. Its caller averages gradients.
+
+    Args:
+        params: Parameters or groups.
+        lr: Learning rate. Default 1e-3.
+        betas: Decay of m in the update, and from step to step. Default (.9, .999).
+        weight_decay: Decoupled weight decay. Default 0.
+        set_grad_none: Without effect: zero_grad() drops gradients, as in torch. Default True.
+
+    Raises:
+        ValueError: An option is out of its range.
+    """
+    given = LionParams(lr=lr, betas=(betas[0], betas[1]), weight_decay=weight_decay)
+    return build_optimizer(OptimizerChoice("Lion", given), params)
+
+
+def DeepSpeedCPULion(
+    model_params: ParamsT,
+    lr: float = 1e-3,
+    betas: Sequence[float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Optimizer:
+    """`onebit.Lion`, wherever the parameters are.
+
+    Args:
+        model_params: Parameters or groups.
+        lr: Learning rate. Default 1e-3.
+        betas: Decay of m in the update, and from step to step. Default (.9, .999).
+        weight_decay: Decoupled weight decay. Default 0.
+        fp32_optimizer_states: Must be True: the moment is float32. Default True.
+
+    Raises:
+        ValueError: An option is not available or out of its range.
+    """
+    if not fp32_optimizer_states:
+        raise ValueError("fp32_optimizer_states=False is not supported: Lion's moment is float32; leave it out")
+    return FusedLion(model_params, lr, betas, weight_decay)

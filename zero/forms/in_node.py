@@ -111,7 +111,7 @@ class InNode(Form):
         if uses_files(config):
             return "files have the state of all shards"
         if not cls.steps_in_two_memories(config):
-            return "the optimizer steps all shards in one memory; Adam, AdamW and LaProp step each where it is"
+            return "the optimizer steps all shards in one memory; Adam, AdamW, LaProp and Lion step each where it is"
         return ""
 
     @classmethod

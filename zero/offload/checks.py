@@ -44,7 +44,7 @@ def check_parameters(params: Sequence[Tensor], made: torch.optim.Optimizer, *, m
     if any(hasattr(p, "device_mesh") for p in params) and not (is_elementwise(made) or isinstance(made, Lamb)):
         raise ValueError(
             f"{type(made).__name__} looks at whole parameters, and these are sharded; "
-            "offload Adam, AdamW, LaProp or Lamb, or leave the parameters whole"
+            "offload Adam, AdamW, LaProp, Lion or Lamb, or leave the parameters whole"
         )
 
 

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from ...host_adam import HostAdam
 from ...laprop import LaProp
+from ...lion import Lion
 from ...usage.contract import Group
 from .layout import Piece
 
 _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW,
     torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
-    LaProp,
+    LaProp, Lion,
 )  # fmt: skip
 
 

@@ -1,0 +1,5 @@
+"""DeepSpeed's `deepspeed.ops.lion`."""
+
+from ..deepspeed.ops import DeepSpeedCPULion, FusedLion
+
+__all__ = ["DeepSpeedCPULion", "FusedLion"]
