@@ -55,6 +55,9 @@ class Feature:
     example: ClassVar[Mapping[str, object]]
     """Values of some of them that turn it on; the tests of all features run it."""
 
+    only_watches: ClassVar[bool] = False
+    """Whether it leaves the training's bits as they are."""
+
     # ---------------------------------------------------------------- initialize()
 
     @classmethod

@@ -143,5 +143,5 @@ def featured(folder: str) -> list[dict]:
 def test_a_feature_acts_and_resumes_to_the_bit(featured: list[dict], feature: type[Feature]) -> None:
     for rank in featured:
         facts = rank[feature.__name__]
-        assert facts == {"features": [feature.__name__], "acts": True, "resumed": True}
+        assert facts == {"features": [feature.__name__], "acts": not feature.only_watches, "resumed": True}
         assert rank["none"] == {"features": []}

@@ -174,14 +174,6 @@ _ACTIVATIONS = {
     "synchronize_checkpoint_boundary": BOOL,
     "profile": BOOL,
 }
-_FLOPS = _SWITCH | {
-    "recompute_fwd_factor": FLOAT,
-    "profile_step": INT,
-    "module_depth": INT,
-    "top_modules": INT,
-    "detailed": BOOL,
-    "output_file": TEXT,
-}
 _TENSOR_PARALLEL = {
     "autotp_size": INT,
     "tp_size": INT,
@@ -258,7 +250,6 @@ TOP_LEVEL = {
     "zero_allow_untested_optimizer": Inert(BOOL, "any optimizer is taken", fine=(True, False)),
     "zero_force_ds_cpu_optimizer": Inert(BOOL, "offloaded state is stepped by one optimizer", fine=(True, False)),
     "activation_checkpointing": Inert(_ACTIVATIONS, "wrap modules with torch.utils.checkpoint before initialize()"),
-    "flops_profiler": Inert(_FLOPS, "use torch.utils.flop_counter or torch.profiler"),
     "autotuning": Inert(_AUTOTUNING, "see `onebit plan`"),
     "aio": Inert(_AIO, _FILES),
     "trackio": Inert(_SWITCH | {"project": TEXT}, _MONITOR),

@@ -162,6 +162,27 @@ class ZeroOptimization:
 
 
 @dataclass(frozen=True)
+class FlopsProfiler:
+    """Count one forward pass on rank 0: parameters, operations, milliseconds; see `features/flops_profiler.py`.
+
+    profile_step: steps before it. recompute_fwd_factor: share of the forward pass that activation checkpointing
+    computes again, for the estimate of both passes. detailed: list all modules down to module_depth (-1: all levels),
+    instead of the top_modules largest of that level. output_file: where to write it; null: the log.
+    """
+
+    enabled: bool = key(False, BOOL)
+    recompute_fwd_factor: float = key(0.0, FLOAT, least=0)
+    profile_step: int = key(1, INT, least=0)
+    module_depth: int = key(-1, INT, least=-1)
+    top_modules: int = key(1, INT, least=1)
+    detailed: bool = key(True, BOOL)
+    output_file: str | None = key(None, TEXT, null=True)
+
+    def __post_init__(self) -> None:
+        check_block(self)
+
+
+@dataclass(frozen=True)
 class Monitor:
     """Scalars of every step, written by rank 0 to output_path/job_name; "": under the working directory."""
 

@@ -39,6 +39,7 @@ from .sections import (
     Bf16,
     Comet,
     DataTypes,
+    FlopsProfiler,
     Fp16,
     Monitor,
     Onebit,
@@ -112,6 +113,7 @@ class _TopLevel:
     csv_monitor: Monitor = block(Monitor)
     wandb: Wandb = block(Wandb)
     comet: Comet = block(Comet)
+    flops_profiler: FlopsProfiler = block(FlopsProfiler)
     pipeline: Pipelining = block(Pipelining)
     onebit: Onebit = block(Onebit)
     sparse_attention: SparsityConfig = block(SparsityConfig)

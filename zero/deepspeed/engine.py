@@ -544,6 +544,10 @@ class DeepSpeedEngine(Engine):
         """Whether the time of a step's parts is logged."""
         return self.config.wall_clock_breakdown
 
+    def flops_profiler_enabled(self) -> bool:
+        """Whether a forward pass is counted."""
+        return self.config.flops_profiler.enabled
+
     def dump_state(self) -> bool:
         """Whether the configuration was logged."""
         return self.config.dump_state

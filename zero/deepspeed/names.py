@@ -18,7 +18,7 @@ _STATES = '"offload_optimizer" keeps states in host memory for the whole run'
 _OWN_FILES = "files are written by engine.save_checkpoint alone"
 
 SWITCHED_OFF = frozenset({
-    "amp_enabled", "autotuning_enabled", "eigenvalue_enabled", "elasticity_enabled", "flops_profiler_enabled",
+    "amp_enabled", "autotuning_enabled", "eigenvalue_enabled", "elasticity_enabled",
     "graph_harvesting", "memory_breakdown", "pld_enabled", "sparse_gradients_enabled",
     "super_offload", "zero_quantized_gradients",
     "zero_quantized_nontrainable_weights", "zero_quantized_weights", "zero_grad_hooks", "zero_legacy_stage1",
@@ -58,7 +58,9 @@ ENGINE: Mapping[str, str] = {
     "quantize*": "there is no quantized training",
     "amp_params": 'there is no apex; write "fp16" or "bf16"',
     "torch_autocast_*": 'write "fp16" or "bf16"',
-    "flops*": "use torch.utils.flop_counter or torch.profiler",
+    "flops": '"flops_profiler" logs them',
+    "flops_profiler": "it is in engine.active_features",
+    "flops_profiler_*": "it is in engine.config.flops_profiler",
     "autotuning_*": _PLAN,
     "tensor_parallel_config": "it is engine.config.onebit.tensor",
     "autotp_size": "it is engine.config.onebit.tensor",
@@ -173,7 +175,7 @@ MODULE: Mapping[str, str] = {
     "domino": "there is no Domino",
     "sequence": "there is no sequence parallelism",
     "autotuning": _PLAN,
-    "profiling": "use torch.utils.flop_counter or torch.profiler",
+    "profiling": '"flops_profiler" counts a pass; or use torch.utils.flop_counter, torch.profiler',
     "monitor": '"tensorboard", "csv_monitor", "wandb" and "comet" of a configuration write scalars',
     "OnDevice": "build on torch.device('meta') or as usual: initialize() shards what it is given",
     "add_tuning_arguments": "write the schedule into the configuration",

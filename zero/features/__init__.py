@@ -5,12 +5,14 @@ from __future__ import annotations
 from ..feature import Asked, Feature
 from .compression import Compression
 from .data_efficiency import DataEfficiency
+from .flops_profiler import FlopsProfiler
 from .sparse_attention import SparseAttention
 
 FEATURES: tuple[type[Feature], ...] = (
     Compression,
     SparseAttention,
     DataEfficiency,
+    FlopsProfiler,
 )
 
 
