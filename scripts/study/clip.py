@@ -1,0 +1,120 @@
+"""What it costs that clipped steps leave before their norm is known: how often they are sent twice, and the loss.
+
+    python scripts/study.py clip --record scripts/records/clip_2026-11.md
+
+`OnebitAdam` on four simulated ranks, one rate. A step leaves with an expected factor, and once more where that is
+more than so many times too large; 0: every step leaves with the factor that its norm asks for. What is the same in
+both: the schedule of dense steps, batches, seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from provenance import record_path, revision, write_record
+from train.model import decay_groups
+
+import onebit.optimizer
+from onebit.comm import Transport, run_ranks
+from study.catalog import load_task
+from study.ddp_hooks import Settings
+from study.run import WEIGHT_DECAY
+from study.tasks import Task
+
+RANKS, ROWS, LR, EXACT = 4, 4, 4e-3, 0.0
+CASES = (("byte-lm", 1.0), ("byte-lm", 0.3), ("masked-lm", 1.0), ("digits", 1.0))  # task, max_grad_norm
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one run. clipped, twice: shares of its compressed steps, those with a factor below 1 and those sent twice."""
+
+    task: str
+    max_norm: float
+    most: float
+    seed: int
+    loss: float
+    clipped: float
+    twice: float
+
+
+def run(case: tuple[str, float], most: float, seed: int, steps: int) -> Found:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    onebit.optimizer.MOST_TOO_LARGE = most
+    task = load_task(case[0])
+    loss, factors, sent = run_ranks(RANKS, partial(_train, task, case[1], seed, steps), timeout_s=600.0)[0]
+    compressed, once = len(sent), min(sent)
+    twice = sum(count > 1.5 * once for count in sent) / compressed if most > EXACT else 0.0
+    return Found(*case, most, seed, loss, sum(factor < 1.0 for factor in factors) / compressed, twice)
+
+
+def _train(
+    task: Task, max_norm: float, seed: int, steps: int, transport: Transport
+) -> tuple[float, list[float], list[int]]:
+    """The held-out loss; of each compressed step the factor and the bytes that this rank sent."""
+    model, settings = task.build(seed), Settings(steps, 0, LR)
+    groups = decay_groups(model, WEIGHT_DECAY)
+    optimizer = onebit.OnebitAdam(groups, transport=transport, max_grad_norm=max_norm, compression="always")
+    factors, sent = [], []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr_at(step)
+        task.loss(model, task.batch(seed, step, transport.rank, ROWS)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if optimizer.stats.phase == "compressed":
+            factors.append(optimizer.stats.clip_factor)
+            sent.append(optimizer.stats.sent_bytes)
+    return (task.evaluate(model) if transport.rank == 0 else 0.0), factors, sent
+
+
+def table(found: Sequence[Found], mosts: Sequence[float]) -> list[str]:
+    lines = ["| task, max_grad_norm | at most × too large | clipped | sent twice | loss | to exact |", "|---" * 6 + "|"]
+    for case in dict.fromkeys((each.task, each.max_norm) for each in found):
+        of = {
+            most: [each for each in found if (each.task, each.max_norm, each.most) == (*case, most)] for most in mosts
+        }
+        for most, runs in of.items():
+            gaps = [100 * (a.loss / b.loss - 1) for a, b in zip(runs, of[EXACT], strict=True)]
+            shares = [statistics.mean(share) for share in zip(*((r.clipped, r.twice) for r in runs), strict=True)]
+            gap = "" if most == EXACT else f"{statistics.mean(gaps):+.2f} % ({min(gaps):+.2f} to {max(gaps):+.2f})"
+            loss = statistics.mean(each.loss for each in runs)
+            clipped, twice = (f"{100 * share:.0f} %" for share in shares)
+            lines.append(f"| {case[0]}, {case[1]:g} | {most or 'exact'} | {clipped} | {twice} | {loss:.3f} | {gap} |")
+    return lines
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--steps", type=int, default=400)
+    add("--seeds", type=int, default=3)
+    add("--most", type=float, nargs="+", default=[1.25, 2.0], help="times too large, before a step is sent once more")
+    add("--cases", type=int, nargs="+", default=list(range(len(CASES))), help="places in `CASES`")
+    add("--processes", type=int, default=2)
+    add("--record", type=record_path, metavar="FILE")
+    args = parser.parse_args(argv)
+    mosts = [EXACT, *args.most]
+    asked = [(CASES[k], most, seed, args.steps) for k in args.cases for most in mosts for seed in range(args.seeds)]
+    with ProcessPoolExecutor(args.processes) as pool:
+        found = list(pool.map(run, *zip(*asked, strict=True)))
+    text = "\n".join(
+        [
+            "# Clipped steps that leave before their norm is known\n",
+            f"`python scripts/study.py clip --steps {args.steps} --seeds {args.seeds}`, {revision()}, torch "
+            f"{torch.__version__}: {RANKS} simulated ranks of {ROWS} rows, learning rate {LR:g}; means over seeds, in "
+            "brackets the least and the largest\n",
+            *table(found, mosts),
+        ]
+    )
+    print(text)
+    if args.record is not None:
+        write_record(args.record, text + "\n")
