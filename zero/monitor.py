@@ -25,7 +25,6 @@ from .config.whole import Config
 
 log = logging.getLogger(__name__)
 
-PARTS = ("forward", "backward", "step")
 _PREFIX = "Train/Samples/"
 
 # A function of values by tag, and the number of samples seen.
@@ -135,7 +134,9 @@ def _csv_files(monitor: Monitor) -> Writer:
 
 @dataclass
 class WallClock:
-    """Milliseconds in forward, backward and step, added up until they are logged. is_on: if False, it costs nothing.
+    """Milliseconds in the parts of steps, added up until they are logged. is_on: if False, it costs nothing.
+
+    The parts are forward, backward and step; a pipeline's run takes the place of the first two.
 
     On CUDA it synchronises after each part, as DeepSpeed does: the parts are exact, and steps are slower, because
     nothing overlaps.
@@ -143,17 +144,17 @@ class WallClock:
 
     is_on: bool
     steps: int = 0
-    ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    ms: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Add the time of this block to one of `PARTS`."""
+        """Add the time of this block to a part."""
         if not self.is_on:
             yield
             return
         began = _now()
         yield
-        self.ms[part] += 1e3 * (_now() - began)
+        self.ms[part] = self.ms.get(part, 0.0) + 1e3 * (_now() - began)
         self.steps += part == "step"
 
     def report(self) -> None:
@@ -161,7 +162,7 @@ class WallClock:
         if self.steps:
             means = (f"{part} {ms / self.steps:.2f}" for part, ms in self.ms.items())
             log.info("milliseconds per step: %s", ", ".join(means))
-            self.steps, self.ms = 0, dict.fromkeys(PARTS, 0.0)
+            self.steps, self.ms = 0, {}
 
 
 def _now() -> float:

@@ -37,6 +37,7 @@ def config_of(case: Mapping, data_ranks: int) -> dict:
         "train_micro_batch_size_per_gpu": ROWS // data_ranks,
         "gradient_accumulation_steps": case.get("micro_batches", MICRO_BATCHES),
         "steps_per_print": None,
+        "wall_clock_breakdown": True,
         "gradient_clipping": case.get("clip", 0.0),
         "optimizer": {"type": case["optimizer"], "params": dict(PARAMS[case["optimizer"]])},
         "zero_optimization": {"stage": case.get("zero", 0)},
