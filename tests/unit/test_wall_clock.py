@@ -50,8 +50,8 @@ def test_forward_backward_and_step(grid: grids.Grid, caplog: pytest.LogCaptureFi
         engine.step()
     assert len(lines(caplog)) == 2
     for found in map(parts, lines(caplog)):
-        assert list(found) == ["forward", "backward", "step"] and 40 <= found["forward"] < 400
-        assert all(0 < ms < 400 for ms in found.values())
+        assert list(found) == ["forward", "backward", "step"] and 40 <= found["forward"] < 4000
+        assert all(0 < ms < 4000 for ms in found.values())
 
 
 def test_a_pipeline_has_its_run_in_place_of_forward_and_backward(caplog: pytest.LogCaptureFixture) -> None:
@@ -64,7 +64,7 @@ def test_a_pipeline_has_its_run_in_place_of_forward_and_backward(caplog: pytest.
                 time.sleep(0.01)
     clock.report()
     (found,) = map(parts, lines(caplog))
-    assert list(found) == ["pipeline", "step"] and all(10 <= ms < 200 for ms in found.values())
+    assert list(found) == ["pipeline", "step"] and all(10 <= ms < 2000 for ms in found.values())
 
 
 def test_off_it_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
