@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import onebit
 from onebit.comm import SimTransport, run_ranks
+from onebit.optimizer import CompressedOptimizer
 
+KINDS = [onebit.OnebitAdam, onebit.OnebitLamb, onebit.OnebitMuon, onebit.ZeroOneAdam]
 BETA1, SLACK, FREEZE, STEPS = 0.9, 1.25, 6, 40
 SIZES = (64, 700, 3, 129)
 
@@ -28,11 +30,14 @@ def train(
     """Parameters at the end; of each step the factor, the norm, and how many buckets had left in backward."""
 
     def new(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        options = {"freeze_step": FREEZE, "max_grad_norm": max_norm, "bucket_cap_mb": 1e-3, "compression": "always"}
-        return kind(params, lr=1e-2, transport=transport, **options)
+        options = {"max_grad_norm": max_norm, "bucket_cap_mb": 1e-3, "compression": "always"}
+        freeze = "var_freeze_step" if kind is onebit.ZeroOneAdam else "freeze_step"
+        groups = [{"params": part, "use_muon": use} for part, use in ((params[:1], True), (params[1:], False))]
+        given = groups if kind is onebit.OnebitMuon else params
+        return kind(given, lr=1e-2, transport=transport, **options, **{freeze: FREEZE})
 
     g = torch.Generator().manual_seed(7)
-    params = [nn.Parameter(torch.randn(n, generator=g)) for n in SIZES]
+    params = [nn.Parameter(torch.randn((8, 8) if n == 64 else n, generator=g)) for n in SIZES]
     optimizer, told = new(params), []
     for step in range(STEPS):
         if step == resume_at:
@@ -40,7 +45,8 @@ def train(
             params = [nn.Parameter(p.detach().clone()) for p in params]
             optimizer = new(params)
             optimizer.load_state_dict(state)
-        sum((p * x).sum() for p, x in zip(params, gradients(step, transport.rank, spike), strict=True)).backward()
+        pairs = zip(params, gradients(step, transport.rank, spike), strict=True)
+        sum((p * x.view_as(p)).sum() for p, x in pairs).backward()
         left = optimizer._driver.launched
         optimizer.step()
         optimizer.zero_grad()
@@ -72,12 +78,25 @@ def test_factors_are_those_of_a_loop_in_float64() -> None:
     assert 0 < sent_again < 10 and told[25][0] < 0.2 < told[24][0]
 
 
-def test_a_norm_that_is_never_reached_changes_no_bit() -> None:
-    for kind in (onebit.OnebitAdam, onebit.OnebitLamb):
-        plain, _ = run_ranks(2, lambda transport, kind=kind: train(transport, 0.0, kind=kind))[0]
-        clipped, told = run_ranks(2, lambda transport, kind=kind: train(transport, 1e6, kind=kind))[0]
-        assert all(torch.equal(a, b) for a, b in zip(plain, clipped, strict=True))
-        assert {factor for factor, *_ in told} == {1.0}
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_that_is_never_reached_changes_no_bit(kind: type) -> None:
+    plain, _ = run_ranks(2, lambda transport: train(transport, 0.0, kind=kind))[0]
+    clipped, told = run_ranks(2, lambda transport: train(transport, 1e6, kind=kind))[0]
+    assert all(torch.equal(a, b) for a, b in zip(plain, clipped, strict=True))
+    assert {factor for factor, *_ in told} == {1.0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_is_sent_twice_is_that_of_one_sent_when_the_norm_is_known(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onebit.optimizer.MOST_TOO_LARGE", 0.0)
+    twice, told = run_ranks(2, lambda transport: train(transport, 20.0, kind=kind))[0]
+    monkeypatch.setattr(CompressedOptimizer, "_clips_before_sending", CompressedOptimizer._estimates_norm)
+    once, known = run_ranks(2, lambda transport: train(transport, 20.0, kind=kind))[0]
+    assert all(torch.equal(a, b) for a, b in zip(twice, once, strict=True))
+    assert [each[:2] for each in told] == [each[:2] for each in known]
+    assert all(left > 0 for *_, left in told[FREEZE:]) and not any(left for *_, left in known[-5:])
 
 
 @pytest.mark.parametrize("at", [4, 20, 26])
