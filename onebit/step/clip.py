@@ -6,7 +6,7 @@ ranks.
 
 An estimate needs all gradients, and buckets are to leave during backward. So they leave with the factor that the steps
 before lead to expect. If it turns out to be more than `MOST_TOO_LARGE` times what the estimate asks for, the step is
-sent once more. Of steps that clip, 2 to 14 of 100 are (scripts/records/clip_2026-11.md).
+sent once more, as 0 to 14 of 100 were (scripts/records/clip_2026-11.md).
 """
 
 from __future__ import annotations
