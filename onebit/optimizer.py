@@ -181,7 +181,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if not norm >= 0:
             raise ValueError(f"max_grad_norm must be at least 0 (0: off), got {norm}")
         before, self.clipper.max_norm = self.clipper.max_norm, norm
-        if self._driver.launched and (norm > 0) != (before > 0) and self.clipper.expected != 1.0:
+        is_toggled = self._driver.launched and (norm > 0) != (before > 0)
+        if is_toggled and (self.clipper.expected != 1.0 or self._clips_before_sending):
             self.clipper.max_norm = before
             raise RuntimeError(
                 f"rank {self.transport.rank}: max_grad_norm={norm}, it was {before}, comes after a backward pass has "
@@ -604,8 +605,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     @property
     def _clips_before_sending(self) -> bool:
-        # A suspended step cannot be sent once more. After steps without traffic ranks expect different factors.
-        return self._estimates_norm and (self._is_delayed or self.rule.asks_first)
+        # A suspended step cannot be sent once more, and ranks that clip apart expect different factors.
+        return self._estimates_norm and (self._is_delayed or self.rule.clips_apart)
 
     @property
     def _expected_factor(self) -> float:

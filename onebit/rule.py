@@ -192,6 +192,11 @@ class Rule(BucketRule[Bucket]):
         """
 
     @property
+    def clips_apart(self) -> bool:
+        """Whether ranks may remember different clip factors, because each clips its own steps without traffic."""
+        return False
+
+    @property
     def asks_first(self) -> bool:
         """Whether ranks compare options before the first bucket of a step is sent, as its kind follows from them."""
         return False

@@ -53,6 +53,7 @@ class ZeroOneRule(Rule):
         self.updates, self.synchronisations, self.variance_codec = updates, synchronisations, variance_codec
         self.variance_floor, self.bias_correction = variance_floor, bias_correction
         self.since_sync = 0  # local steps since the last synchronisation
+        self._had_local_steps = False  # before a state was loaded
         self._round = ""  # of the step under way
         self._step_under_way = 1
         self._weights: list[float] = []  # γ of the step under way, by group
@@ -121,6 +122,10 @@ class ZeroOneRule(Rule):
     def asks_first(self) -> bool:
         # If the kind of a step follows the learning rate, ranks with different rates would choose different kinds.
         return self.synchronisations.longest > 1
+
+    @property
+    def clips_apart(self) -> bool:
+        return self.synchronisations.longest > 1 or self._had_local_steps
 
     def why_members_stay(self) -> str:
         has_local_steps = self.synchronisations.longest > 1
@@ -382,6 +387,7 @@ class ZeroOneRule(Rule):
             "variance_total": list(self._variance_total),
             "fallback": self._fallback,
             "since_sync": self.since_sync,
+            "had_local_steps": self.clips_apart,
             "accumulated_weight": list(self._accumulated_weight),
             "kept_share": list(self._kept_share),
             # Between synchronisations this rank's parameters differ from all others, and no other file contains them.
@@ -396,6 +402,7 @@ class ZeroOneRule(Rule):
         self._variance_total = list(record["variance_total"])
         self._fallback = record["fallback"]
         self.since_sync = record["since_sync"]
+        self._had_local_steps = record.get("had_local_steps", True)  # older states have none
         self._accumulated_weight = list(record["accumulated_weight"])
         self._kept_share = list(record["kept_share"])
         params = self.buckets.params

@@ -114,7 +114,7 @@ def test_a_spike_that_is_not_finite_is_skipped_by_all() -> None:
     assert [norm for _, norm, _ in skipped[0][1]].count(None) == 1
 
 
-def test_clipping_may_begin_behind_backward_but_not_end_there() -> None:
+def test_clipping_may_begin_after_backward_but_not_end_there() -> None:
     def ours(transport: SimTransport) -> list[str]:
         params = [nn.Parameter(torch.ones(n)) for n in SIZES]
         optimizer = onebit.OnebitAdam(
@@ -134,3 +134,58 @@ def test_clipping_may_begin_behind_backward_but_not_end_there() -> None:
 
     for said in run_ranks(2, ours):
         assert len(said) == 1 and "it was 5.0, comes after a backward pass has sent gradients" in said[0]
+
+
+def zero_one(params: list[nn.Parameter], transport: SimTransport, longest: int, **options: float) -> onebit.ZeroOneAdam:
+    return onebit.ZeroOneAdam(
+        params, lr=1e-2, transport=transport, compression="always", bucket_cap_mb=1e-3, var_freeze_step=4,
+        local_step_scaler=4, local_step_clipper=longest, **options,
+    )  # fmt: skip
+
+
+def test_ranks_that_have_clipped_apart_send_once() -> None:
+    """After local steps ranks remember different factors: a run without such steps that resumes theirs must not let
+    them decide whether a step is sent twice."""
+
+    def ours(transport: SimTransport) -> tuple[list[Tensor], bool]:
+        params = [nn.Parameter(torch.ones(n)) for n in SIZES]
+        optimizer, generator = zero_one(params, transport, 4, max_grad_norm=1.0), torch.Generator()
+        generator.manual_seed(transport.rank)
+
+        def step() -> None:
+            size = 1.0 + 5.0 * transport.rank
+            sum((p * size * torch.randn(p.shape, generator=generator)).sum() for p in params).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(30):
+            step()
+        optimizer.sync()
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer = zero_one(params, transport, 1, max_grad_norm=1.0)
+        optimizer.load_state_dict(state)
+        again = copy.deepcopy(optimizer.state_dict())
+        for _ in range(20):
+            step()
+        return [p.detach().clone() for p in params], bool(again["onebit"]["had_local_steps"])
+
+    (one, had), (other, _) = run_ranks(2, ours, timeout_s=20)
+    assert had and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_clipping_does_not_begin_after_backward_if_it_waits_for_the_norm() -> None:
+    """With local steps the vote comes before the first bucket, and some have left."""
+    params = [nn.Parameter(torch.ones(n)) for n in SIZES]
+    optimizer, refused = zero_one(params, SimTransport(), 4), 0
+    for step in range(40):
+        sum((p * x).sum() for p, x in zip(params, gradients(step, 0, 1.0), strict=True)).backward()
+        rule = optimizer.rule
+        sends_momentum = not (rule.is_silent() or any(map(rule.averages_gradients, optimizer.buckets)))
+        if optimizer._driver.launched and sends_momentum:
+            with pytest.raises(RuntimeError, match="it was 0.0, comes after a backward pass has sent gradients"):
+                optimizer.max_grad_norm = 5.0
+            refused += 1
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.stats.clip_factor == 1.0
+    assert refused > 2

@@ -357,7 +357,7 @@ def test_a_norm_given_in_the_loop_clips_as_one_given_at_construction(name: str) 
     assert run_ranks(2, ours) == [True, True]
 
 
-def test_a_first_norm_that_comes_behind_backward_clips_this_step() -> None:
+def test_a_first_norm_that_comes_after_backward_clips_this_step() -> None:
     def ours(transport: SimTransport) -> bool:
         net, late = fresh(transport)
         other_net, early = fresh(transport)
