@@ -5,7 +5,7 @@ The arithmetic of a step is in `onebit/host/`, in C++ if the library is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from .host import EightBitVariance, adam_, empty_variance, from_eight_bits, to_eight_bits
 from .host.variance import seed_of
 from .model_parallel import local
+from .moments import DenseOptimizer
 from .usage.contract import (
     Group,
     State,
@@ -22,10 +23,8 @@ from .usage.contract import (
     eps_of,
     listed_parameters,
     load_checked,
-    loss_of,
 )
 from .usage.frozen import refuse_sparse
-from .usage.graphs import outside_graphs
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -39,7 +38,7 @@ _NO_FORM = {
 }
 
 
-class HostAdam(torch.optim.Optimizer):
+class HostAdam(DenseOptimizer):
     """AdamW, or Adam with decoupled_weight_decay=False, for parameters in host memory. Sends nothing.
 
     In float32 it equals torch.optim.AdamW to a few last bits: see `onebit/host/reference.py`. Other types and states:
@@ -154,27 +153,11 @@ class HostAdam(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- step
 
-    @outside_graphs
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of each parameter that has a gradient.
-
-        Args:
-            closure: Evaluates the model again and returns the loss. Default None.
-
-        Returns:
-            The closure's loss, or None.
-
-        Raises:
-            RuntimeError: A gradient is sparse.
-        """
-        loss = loss_of(closure)
-        for group in self.param_groups:
-            _check_forms("a param group", group)
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._step_parameter(p, group)
-        return loss
+    def _step_group(self, group: Group) -> None:
+        _check_forms("a param group", group)
+        for p in group["params"]:
+            if p.grad is not None:
+                self._step_parameter(p, group)
 
     def _step_parameter(self, p: Tensor, group: Group) -> None:
         assert p.grad is not None

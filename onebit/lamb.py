@@ -5,7 +5,7 @@ The dense optimizer, and the trust ratio that 1-bit LAMB (`onebit_lamb.py`) shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from .comm import Transport
 from .layout.masters import NAME as MASTER
 from .layout.masters import check_master, own_master, round_into_
 from .model_parallel import ModelParallelGroup, local, model_parallel_group_of
+from .moments import DenseOptimizer
 from .usage.contract import (
     ADAM_STATE,
     Group,
@@ -29,10 +30,8 @@ from .usage.contract import (
     eps_of,
     listed_parameters,
     load_checked,
-    loss_of,
 )
 from .usage.frozen import with_gradient
-from .usage.graphs import outside_graphs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -57,7 +56,7 @@ def check_trust_options(min_coeff: float, max_coeff: float) -> None:
         raise ValueError(f"expected 0 <= min_coeff <= max_coeff, got {min_coeff} and {max_coeff}")
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(DenseOptimizer):
     """Dense LAMB on one process's gradients: the baseline of `OnebitLamb`, as torch.optim.AdamW is of `OnebitAdam`.
 
     Per parameter (a layer): u = m̂/(√v̂ + eps) + wd·p, p ← p - lr·r·u with r = `trust_ratio`(‖p‖, ‖u‖). A parameter
@@ -155,25 +154,6 @@ class Lamb(torch.optim.Optimizer):
             for p, key in zip(group["params"], there["params"], strict=True):
                 if state["state"].get(key):
                     yield p, state["state"][key]
-
-    @outside_graphs
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of each parameter that has a gradient.
-
-        Args:
-            closure: Evaluates the model again and returns the loss. Default None.
-
-        Returns:
-            The closure's loss, or None.
-
-        Raises:
-            RuntimeError: A gradient is sparse.
-        """
-        loss = loss_of(closure)
-        for group in self.param_groups:
-            self._step_group(group)
-        return loss
 
     def _step_group(self, group: Group) -> None:
         params = with_gradient("Lamb", group["params"])

@@ -1,7 +1,7 @@
-"""The base of dense optimizers whose state is a few float32 moments of each parameter: LaProp and Lion.
+"""The bases of dense optimizers: `DenseOptimizer` of all, and `MomentOptimizer` of LaProp and Lion.
 
-A rule writes `_update`, its formula for lists of tensors. State, float32 masters of low-precision parameters, and the
-checks of groups and of loaded states are here.
+The state of the latter is a few float32 moments of each parameter. A rule writes `_update`, its formula for lists of
+tensors. State, float32 masters of low-precision parameters, and the checks of groups and of loaded states are here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,33 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class MomentOptimizer(torch.optim.Optimizer):
+class DenseOptimizer(torch.optim.Optimizer):
+    """Steps one group after the other, outside compiled graphs."""
+
+    @outside_graphs
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of each parameter that has a gradient.
+
+        Args:
+            closure: Evaluates the model again and returns the loss. Default None.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            RuntimeError: A gradient is sparse.
+        """
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+    def _step_group(self, group: Group) -> None:
+        raise NotImplementedError
+
+
+class MomentOptimizer(DenseOptimizer):
     """Steps each parameter that has a gradient, and keeps `moments` of it beside the number of its steps.
 
     Moments are float32 for every dtype. Parameters in bfloat16 or float16 have float32 masters, on which the step is
@@ -98,25 +124,6 @@ class MomentOptimizer(torch.optim.Optimizer):
                 if entry := saved["state"].get(key):
                     names = (*self.moments, MASTER) if MASTER in entry else self.moments
                     self.state[p] |= {name: entry[name].to(p.device, torch.float32, copy=True) for name in names}
-
-    @outside_graphs
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of each parameter that has a gradient.
-
-        Args:
-            closure: Evaluates the model again and returns the loss. Default None.
-
-        Returns:
-            The closure's loss, or None.
-
-        Raises:
-            RuntimeError: A gradient is sparse.
-        """
-        loss = loss_of(closure)
-        for group in self.param_groups:
-            self._step_group(group)
-        return loss
 
     def _step_group(self, group: Group) -> None:
         params = with_gradient(type(self).__name__, group["params"])
