@@ -2,9 +2,9 @@
 
     python scripts/study.py clip --record scripts/records/clip_2026-11.md
 
-`OnebitAdam` on four simulated ranks, one rate. A step leaves with an expected factor, and once more where that is
-more than so many times too large; 0: every step leaves with the factor that its norm asks for. What is the same in
-both: the schedule of dense steps, batches, seeds.
+`OnebitAdam` on four simulated ranks, one rate. A step leaves with an expected factor, and once more if that
+exceeds the right one by more than a given factor. "exact": every step leaves with the factor that its norm asks for.
+Batches, seeds and the schedule of dense steps are the same.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import torch
 from provenance import record_path, revision, write_record
@@ -46,11 +47,9 @@ class Found:
 
 
 def run(case: tuple[str, float], most: float, seed: int, steps: int) -> Found:
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    onebit.optimizer.MOST_TOO_LARGE = most
     task = load_task(case[0])
-    loss, factors, sent = run_ranks(RANKS, partial(_train, task, case[1], seed, steps), timeout_s=600.0)[0]
+    with mock.patch.object(onebit.optimizer, "MOST_TOO_LARGE", most):
+        loss, factors, sent = run_ranks(RANKS, partial(_train, task, case[1], seed, steps), timeout_s=600.0)[0]
     compressed, once = len(sent), min(sent)
     twice = sum(count > 1.5 * once for count in sent) / compressed if most > EXACT else 0.0
     return Found(*case, most, seed, loss, sum(factor < 1.0 for factor in factors) / compressed, twice)
@@ -74,6 +73,11 @@ def _train(
             factors.append(optimizer.stats.clip_factor)
             sent.append(optimizer.stats.sent_bytes)
     return (task.evaluate(model) if transport.rank == 0 else 0.0), factors, sent
+
+
+def _prepare_process() -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
 
 
 def table(found: Sequence[Found], mosts: Sequence[float]) -> list[str]:
@@ -104,7 +108,7 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     mosts = [EXACT, *args.most]
     asked = [(CASES[k], most, seed, args.steps) for k in args.cases for most in mosts for seed in range(args.seeds)]
-    with ProcessPoolExecutor(args.processes) as pool:
+    with ProcessPoolExecutor(args.processes, initializer=_prepare_process) as pool:
         found = list(pool.map(run, *zip(*asked, strict=True)))
     text = "\n".join(
         [

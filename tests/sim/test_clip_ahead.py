@@ -182,7 +182,7 @@ def test_clipping_does_not_begin_after_backward_if_it_waits_for_the_norm() -> No
         rule = optimizer.rule
         sends_momentum = not (rule.is_silent() or any(map(rule.averages_gradients, optimizer.buckets)))
         if optimizer._driver.launched and sends_momentum:
-            with pytest.raises(RuntimeError, match="it was 0.0, comes after a backward pass has sent gradients"):
+            with pytest.raises(RuntimeError, match=r"it was 0\.0, comes after a backward pass has sent gradients"):
                 optimizer.max_grad_norm = 5.0
             refused += 1
         optimizer.step()
