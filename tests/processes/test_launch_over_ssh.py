@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,9 +63,7 @@ class Launch:
         (self.folder / name).write_text(text)
 
     def start(self, *words: str, hostfile: bool = True, **variables: str) -> subprocess.Popen[str]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         options = ["--hostfile", "hosts", "--master_addr", "127.0.0.1"] if hostfile else []
         environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
         environment |= {"PYTHONPATH": str(ROOT), "HOME": str(self.folder.parent), **variables}

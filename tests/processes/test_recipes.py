@@ -10,12 +10,12 @@ import importlib.util
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 RECIPE = re.compile(
@@ -45,9 +45,7 @@ def test_a_recipe_prints_what_its_page_shows(name: str, tmp_path: Path) -> None:
     if absent := sorted(library for library in libraries(code) if importlib.util.find_spec(library) is None):
         pytest.skip(f"needs {', '.join(absent)}: pip install -e '.[recipes]'")
     (tmp_path / name).write_text(code)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     launcher, *words = shlex.split(command)
     modules = {"torchrun": ["-m", "torch.distributed.run"], "python": []}
     run = subprocess.run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from bench.peer_deepspeed import (
     plan,
     why_not_prepared,
 )
+from ranks import free_port
 
 WORKER_TIMEOUT_S = 300.0  # importing DeepSpeed takes 6 s of a processor, and minutes of a busy machine
 STARTED_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -295,12 +295,10 @@ def test_without_deepspeed_the_worker_says_where_it_is(tmp_path: Path) -> None:
 
 def run_two_ranks(out: Path, *flags: str) -> dict:
     """The prepared environment's worker as two ranks on loopback; what rank 0 wrote."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     command = peer_deepspeed.worker_command(FOLDER, ["--out", str(out), "--steps", "2", "--warmup-steps", "1", *flags])
     common = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
         "GLOO_SOCKET_IFNAME": "lo",
     }

@@ -8,6 +8,7 @@ module-level function of a file in tests/ (its arguments and its return value go
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -15,6 +16,7 @@ import inspect
 import json
 import os
 import runpy
+import secrets
 import select
 import signal
 import socket
@@ -262,9 +264,12 @@ def _fork_ranks(n: int, folder: Path) -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on, below those that the system hands out: it gives one of these to the next who asks."""
+    while True:
+        port = 20000 + secrets.randbelow(12000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _call(kind: str, target: str, args_json: str) -> None:

@@ -16,7 +16,6 @@ import os
 import re
 import runpy
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from typing import NoReturn
 
 import provenance
 import pytest
+from ranks import free_port
 
 import onebit
 from onebit.cli import main
@@ -152,9 +152,7 @@ def test_fragments_compile(page: str) -> None:
 def test_the_readmes_samples_run_as_written(command: str, tmp_path: Path) -> None:
     for name, code in SAMPLES.items():
         (tmp_path / name).write_text(code)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     run = subprocess.run(
         [str(Path(sys.executable).with_name("torchrun")), *shlex.split(command)[1:]],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PET_MASTER_PORT": port},
