@@ -138,6 +138,32 @@ struct LocalJob {
   int64_t block;
 };
 
+// The residual of a momentum whose gradients should have had the factor `again` instead of unscale: rule 11.
+struct CorrectionJob {
+  PointersJob grads;
+  const float* D;      // or the variance, if there is a
+  const float* floor;  // floor for each block
+  float correction, eps;
+  float add, own, unscale, again;
+  void* residual;
+  FloatKind residual_kind;
+  int64_t block;
+};
+
+// Sums of g² and g·(m·D) of each block: rule 12.
+struct SumsJob {
+  PointersJob grads;
+  const float* D;      // or the variance, if there is a
+  const float* floor;  // floor for each block
+  float correction, eps;
+  const uint8_t* m_frames;  // either these
+  int64_t m_stride;
+  const float* m;  // or this
+  float* sums;
+  int64_t J;
+  int64_t block;
+};
+
 // A step of the rank that owns a chunk: rule 9.
 struct OwnerJob {
   const uint8_t* received;
@@ -199,6 +225,8 @@ struct Fused {
   void (*apply)(const ApplyJob&, int64_t begin, int64_t end);
   void (*local_step)(const LocalJob&, int64_t begin, int64_t end);
   void (*owner_step)(const OwnerJob&, int64_t begin, int64_t end);
+  void (*correct_residual)(const CorrectionJob&, int64_t begin, int64_t end);
+  void (*momentum_sums)(const SumsJob&, int64_t begin, int64_t end);
 };
 
 // Of one instruction set.
@@ -271,7 +299,7 @@ void encode_rows(const Kernel& kernel, const EncodeJob& job, int64_t K, int64_t 
 }  // namespace
 
 // Raise it together with cpu.py's when a signature or a frame changes: a library built from older sources is then refused.
-ONEBIT_API int onebit_abi_version() { return 7; }
+ONEBIT_API int onebit_abi_version() { return 8; }
 
 ONEBIT_API int onebit_best_isa() { return best_isa(); }
 
@@ -456,6 +484,34 @@ ONEBIT_API int onebit_local_step(void* const* grads, const int32_t* grad_kinds, 
                      static_cast<float>(add), static_cast<float>(own), static_cast<float>(unscale), u, anchor,
                      static_cast<float>(weight), static_cast<float>(kept), block};
   run(kernels->fused.local_step, job, K * J, threads);
+  return 0;
+}
+
+ONEBIT_API int onebit_correct_residual(void* const* grads, const int32_t* grad_kinds, const int64_t* first,
+                                       const int64_t* numels, int64_t segments, const float* D, const float* floor,
+                                       double correction, double eps, double add, double own, double unscale,
+                                       double again, void* residual, int residual_kind, int64_t blocks, int64_t block,
+                                       int isa, int threads) {
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
+  const CorrectionJob job{{grads, grad_kinds, first, numels, segments}, D, floor, static_cast<float>(correction),
+                          static_cast<float>(eps), static_cast<float>(add), static_cast<float>(own),
+                          static_cast<float>(unscale), static_cast<float>(again), residual,
+                          static_cast<FloatKind>(residual_kind), block};
+  run(kernels->fused.correct_residual, job, blocks, threads);
+  return 0;
+}
+
+ONEBIT_API int onebit_sign_momentum_sums(void* const* grads, const int32_t* grad_kinds, const int64_t* first,
+                                         const int64_t* numels, int64_t segments, const float* D, const float* floor,
+                                         double correction, double eps, const uint8_t* m_frames, int64_t m_stride,
+                                         const float* m, float* sums, int64_t K, int64_t J, int64_t block, int isa,
+                                         int threads) {
+  const Kernels* kernels = kernels_for(isa);
+  if (!kernels) return 1;
+  const SumsJob job{{grads, grad_kinds, first, numels, segments}, D, floor, static_cast<float>(correction),
+                    static_cast<float>(eps), m_frames, m_stride, m, sums, J, block};
+  run(kernels->fused.momentum_sums, job, K * J, threads);
   return 0;
 }
 

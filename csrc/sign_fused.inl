@@ -1,4 +1,4 @@
-// What surrounds the sign frame in an optimizer's step, in one pass over memory each: rules 6 to 9 of
+// What surrounds the sign frame in an optimizer's step, in one pass over memory each: rules 6 to 11 of
 // comm/kernels/reference.py over `Lanes`. Included by kernels.cpp once per instruction set, after sign_blocks.inl.
 
 // What is added up in c, at element `at` of the flat rows, and where its residual goes: floats or bfloat16 or nothing.
@@ -91,16 +91,39 @@ struct MomentumSource {
   Lanes plus, minus;
   Lanes keep, add, own, unscale;
 
+  template <class Job>
+  ONEBIT_TARGET void set(const Job& job) {
+    is_variance = job.floor != nullptr;
+    correction = Lanes::splat(job.correction), eps = Lanes::splat(job.eps);
+    add = Lanes::splat(job.add), own = Lanes::splat(job.own), unscale = Lanes::splat(job.unscale);
+  }
+
+  ONEBIT_TARGET Lanes divisor(int64_t i) const {
+    const Lanes d = Lanes::load(D + i);
+    return is_variance ? Lanes::larger(d * correction, floor).sqrt() + eps : d;
+  }
+
+  ONEBIT_TARGET Lanes normalised(Lanes g, Lanes d) const { return g / (d * d + (g * g) * own).sqrt(); }
+
   ONEBIT_TARGET Lanes operator()(int64_t i) const {
-    Lanes y = Lanes::splat(0.0f);
-    if (grad_kind != FloatKind::kNone) {
-      const Lanes g = load_as(grad, grad_kind, i) * unscale;
-      Lanes d = Lanes::load(D + i);
-      if (is_variance) d = Lanes::larger(d * correction, floor).sqrt() + eps;
-      y = g / (d * d + (g * g) * own).sqrt();
-    }
-    const Lanes old = m ? Lanes::load(m + i) : value_at(bits, plus, minus, i);
-    return y * add + old * keep;
+    const bool has_grad = grad_kind != FloatKind::kNone;
+    const Lanes y = has_grad ? normalised(load_as(grad, grad_kind, i) * unscale, divisor(i)) : Lanes::splat(0.0f);
+    return y * add + old(i) * keep;
+  }
+
+  ONEBIT_TARGET Lanes old(int64_t i) const { return m ? Lanes::load(m + i) : value_at(bits, plus, minus, i); }
+
+  // D and m of block b, which is block j of row k.
+  template <class Job>
+  ONEBIT_TARGET void enter(const Job& job, int64_t b, int64_t k, int64_t j, int64_t J, int64_t block) {
+    D = job.D + b * block;
+    if (is_variance) floor = Lanes::splat(job.floor[b]);
+    m = job.m ? job.m + b * block : nullptr;
+    if (m) return;
+    const uint8_t* frame = job.m_frames + k * job.m_stride;
+    bits = frame + j * (block / 8);
+    plus = Lanes::splat(float_from_bf16(load_u16(frame + J * (block / 8) + 2 * j)));
+    minus = plus.negated();
   }
 };
 
@@ -122,24 +145,14 @@ ONEBIT_TARGET void encode_momentum(const MomentumJob& job, int64_t begin, int64_
   std::vector<float> memory(2 * block);
   float *c = memory.data(), *room = c + block;
   MomentumSource source;
-  source.is_variance = job.floor != nullptr;
-  source.correction = Lanes::splat(job.correction), source.eps = Lanes::splat(job.eps);
-  source.keep = Lanes::splat(job.keep), source.add = Lanes::splat(job.add), source.own = Lanes::splat(job.own);
-  source.unscale = Lanes::splat(job.unscale);
+  source.set(job);
+  source.keep = Lanes::splat(job.keep);
   BlockAt at(begin, job.to.J);
   SegmentAt segment(job.grads, begin, block);
   for (int64_t b = begin; b < end; ++b, at.next(), segment.next()) {
     source.grad_kind = segment.is_inside() ? static_cast<FloatKind>(job.grads.kinds[segment.s]) : FloatKind::kNone;
     source.grad = segment.is_inside() ? block_of(job.grads, segment.s, b, block, room) : nullptr;
-    source.D = job.D + b * block;
-    if (source.is_variance) source.floor = Lanes::splat(job.floor[b]);
-    source.m = job.m ? job.m + b * block : nullptr;
-    if (!job.m) {
-      const uint8_t* frame = job.m_frames + at.k * job.m_stride;
-      source.bits = frame + at.j * (block / 8);
-      source.plus = Lanes::splat(float_from_bf16(load_u16(frame + job.to.J * (block / 8) + 2 * at.j)));
-      source.minus = source.plus.negated();
-    }
+    source.enter(job, b, at.k, at.j, job.to.J, block);
     encode_from(source, job.to, at.k, at.j, c);
   }
 }
@@ -201,10 +214,8 @@ ONEBIT_TARGET void local_step(const LocalJob& job, int64_t begin, int64_t end) {
   float *grad_room = memory.data(), *p_room = grad_room + block, *anchor_room = p_room + block;
   const Lanes weight = Lanes::splat(job.weight), kept = Lanes::splat(job.kept);
   MomentumSource source;
-  source.is_variance = job.floor != nullptr;
-  source.correction = Lanes::splat(job.correction), source.eps = Lanes::splat(job.eps);
-  source.keep = Lanes::splat(job.keep), source.add = Lanes::splat(job.add), source.own = Lanes::splat(job.own);
-  source.unscale = Lanes::splat(job.unscale);
+  source.set(job);
+  source.keep = Lanes::splat(job.keep);
   SegmentAt segment(job.grads, begin, block);
   for (int64_t b = begin; b < end; ++b, segment.next()) {
     const bool is_inside = segment.is_inside();
@@ -289,4 +300,53 @@ ONEBIT_TARGET void owner_step(const OwnerJob& job, int64_t begin, int64_t end) {
   }
 }
 
-constexpr Fused fused{encode_mean, encode_momentum, encode_gradients, apply, local_step, owner_step};
+ONEBIT_TARGET void correct_residual(const CorrectionJob& job, int64_t begin, int64_t end) {
+  const int64_t block = job.block;
+  std::vector<float> room(block);
+  MomentumSource source;
+  source.set(job);
+  const Lanes again = Lanes::splat(job.again);
+  SegmentAt segment(job.grads, begin, block);
+  for (int64_t b = begin; b < end; ++b, segment.next()) {
+    if (!segment.is_inside()) continue;
+    const FloatKind kind = static_cast<FloatKind>(job.grads.kinds[segment.s]);
+    if (kind == FloatKind::kNone) continue;
+    const void* grad = block_of(job.grads, segment.s, b, block, room.data());
+    source.D = job.D + b * block;
+    if (source.is_variance) source.floor = Lanes::splat(job.floor[b]);
+    for (int64_t i = 0; i < block; i += kLanes) {
+      const Lanes g = load_as(grad, kind, i), d = source.divisor(i);
+      const Lanes more = source.normalised(g * again, d) - source.normalised(g * source.unscale, d);
+      const int64_t at = b * block + i;
+      store_as(job.residual, job.residual_kind, at, load_as(job.residual, job.residual_kind, at) + more * source.add);
+    }
+  }
+}
+
+ONEBIT_TARGET void momentum_sums(const SumsJob& job, int64_t begin, int64_t end) {
+  const int64_t block = job.block;
+  std::vector<float> room(block);
+  MomentumSource source;
+  source.is_variance = job.floor != nullptr;
+  source.correction = Lanes::splat(job.correction), source.eps = Lanes::splat(job.eps);
+  BlockAt at(begin, job.J);
+  SegmentAt segment(job.grads, begin, block);
+  for (int64_t b = begin; b < end; ++b, at.next(), segment.next()) {
+    const FloatKind kind = segment.is_inside() ? static_cast<FloatKind>(job.grads.kinds[segment.s]) : FloatKind::kNone;
+    Lanes squares = Lanes::splat(0.0f), products = squares;
+    if (kind != FloatKind::kNone) {
+      const void* grad = block_of(job.grads, segment.s, b, block, room.data());
+      source.enter(job, b, at.k, at.j, job.J, block);
+      for (int64_t i = 0; i < block; i += kLanes) {
+        const Lanes g = load_as(grad, kind, i);
+        squares = squares + g * g;
+        products = products + g * (source.old(i) * source.divisor(i));
+      }
+    }
+    job.sums[2 * b] = squares.sum_in_halves();
+    job.sums[2 * b + 1] = products.sum_in_halves();
+  }
+}
+
+constexpr Fused fused{encode_mean, encode_momentum, encode_gradients, apply, local_step, owner_step, correct_residual,
+                      momentum_sums};

@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import reference
 from ..kernels.arguments import SIGN, check_shape
+from ..kernels.contract import SignKernel
 from ..kernels.operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate
 
 
@@ -172,10 +173,7 @@ class FusedCodec(Codec):
             momentum: Gradients, denominator, old momentum and weights. Only read.
             out: Carried error, frames and residual.
         """
-        old_KN = momentum.old
-        if momentum.is_packed:
-            old_KN = torch.empty(out.residual_KN.shape, device=momentum.old.device, dtype=torch.float32)
-            self.decode(momentum.old, old_KN)
+        old_KN = self._unpacked(momentum, out.residual_KN.shape[1])
         self._send(reference.momentum_of(momentum, old_KN), out)
 
     def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
@@ -196,8 +194,40 @@ class FusedCodec(Codec):
         Args:
             step: Tensors, modified in place as `LocalStep` describes, in blocks of this codec's size.
         """
-        name = "reference" if self.block % SIGN.block_multiple else "auto"
-        kernels.select(name, step.momentum.old.device).local_step(step, block=self.block)
+        self._stepping_kernel(step.momentum.old).local_step(step, block=self.block)
+
+    def correct_residual(self, momentum: MomentumInputs, factor: float, residual_KN: Tensor) -> None:
+        """Residual ← what it would be if the gradients had been sent with `factor` times their factor.
+
+        So decoded frames + residual is again what `encode_momentum` would have encoded.
+
+        Args:
+            momentum: Inputs of `encode_momentum` for frames that were sent. Only read; `old` is not needed.
+            factor: Factor of the gradients that they should have had, divided by the one that they had.
+            residual_KN: The residual that the frames left, float32 or bfloat16 [K, N], modified in place.
+        """
+        self._stepping_kernel(residual_KN).correct_residual(momentum, factor, residual_KN, block=self.block)
+
+    def momentum_sums(self, momentum: MomentumInputs, sums_KJ2: Tensor) -> None:
+        """Sums ← those of g² and g·(m·D) of each block.
+
+        Args:
+            momentum: Gradients g, denominator D and momentum m. Only read.
+            sums_KJ2: float32 [K, J, 2], contiguous, overwritten.
+        """
+        reference.sums_of(momentum, self._unpacked(momentum, sums_KJ2.shape[1] * self.block), sums_KJ2)
+
+    def _unpacked(self, momentum: MomentumInputs, n: int) -> Tensor:
+        if not momentum.is_packed:
+            return momentum.old
+        old_KN = torch.empty(len(momentum.old), n, device=momentum.old.device, dtype=torch.float32)
+        self.decode(momentum.old, old_KN)
+        return old_KN
+
+    def _stepping_kernel(self, x: Tensor) -> SignKernel:
+        """For steps without frames, which are the same for every codec."""
+        kernel: SignKernel = kernels.select("reference" if self.block % SIGN.block_multiple else "auto", x.device)
+        return kernel
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,15 @@ class SignCodec(FusedCodec):
         """m ← add·y + keep·m, u ← u + weight·m, p ← kept·p - weight·m, in blocks of this size; nothing is encoded."""
         kernels.select(self.kernel, step.momentum.old.device).local_step(step, block=self.block)
 
+    def correct_residual(self, momentum: MomentumInputs, factor: float, residual_KN: Tensor) -> None:
+        """Residual ← what it would be if the gradients had been sent with `factor` times their factor."""
+        kernel = kernels.select(self.kernel, residual_KN.device)
+        kernel.correct_residual(momentum, factor, residual_KN, block=self.block)
+
+    def momentum_sums(self, momentum: MomentumInputs, sums_KJ2: Tensor) -> None:
+        """Sums ← those of g² and g·(m·D) of each block, in one pass."""
+        kernels.select(self.kernel, sums_KJ2.device).momentum_sums(momentum, sums_KJ2, block=self.block)
+
     def encode_gradients(self, step: GradientSum) -> None:
         """frames ← frames of c = add·g + residual; the residual becomes the rest, or stays; see `GradientSum`."""
         kernel = kernels.select(self.kernel, step.owed_KN.device)

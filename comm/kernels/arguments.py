@@ -136,10 +136,7 @@ class Edge:
         """(K, J)."""
         K, J = self._check_encode_output(frame, out, block=block)
         self._check_made_of(momentum, K, J, block)
-        if momentum.is_packed:
-            self._check_frames(momentum.old, K, frame.bytes(J * block, J))
-        else:
-            self._check_flat("momentum", momentum.old, (torch.float32,), (K, J * block))
+        self._check_old(frame, momentum, K, J, block)
         self._check_one_device(momentum.old, out.residual_KN, *momentum.grads)
         return K, J
 
@@ -155,6 +152,26 @@ class Edge:
             if x is not None:
                 self._check_flat(name, x, (torch.float32,), (K, N))
         self._check_one_device(momentum.old, step.sum_KN, step.anchor_KN, *momentum.grads, *step.params)
+        return K, J
+
+    def check_correct_residual(self, momentum: MomentumInputs, residual_KN: Tensor, *, block: int) -> tuple[int, int]:
+        """(K, J)."""
+        self._check_flat("residual", residual_KN, (torch.float32, torch.bfloat16), None)
+        K, N = residual_KN.shape
+        J = SIGN.whole_blocks(N, block)
+        self._check_made_of(momentum, K, J, block)
+        self._check_one_device(residual_KN, *momentum.grads)
+        return K, J
+
+    def check_momentum_sums(
+        self, frame: Frame, momentum: MomentumInputs, sums_KJ2: Tensor, *, block: int
+    ) -> tuple[int, int]:
+        """(K, J)."""
+        K, J, _ = sums_KJ2.shape
+        self._check_flat("sums", sums_KJ2.view(K * J, -1), (torch.float32,), (K * J, 2))
+        self._check_made_of(momentum, K, J, block)
+        self._check_old(frame, momentum, K, J, block)
+        self._check_one_device(momentum.old, sums_KJ2, *momentum.grads)
         return K, J
 
     def check_owner_step(self, step: OwnerStep, *, block: int) -> tuple[int, int]:
@@ -196,6 +213,12 @@ class Edge:
             self._check_flat("floor", D.floor_KJ, (torch.float32,), (K, J))
         else:
             self._check_flat("D", D, (torch.float32,), (K, J * block))
+
+    def _check_old(self, frame: Frame, momentum: MomentumInputs, K: int, J: int, block: int) -> None:
+        if momentum.is_packed:
+            self._check_frames(momentum.old, K, frame.bytes(J * block, J))
+        else:
+            self._check_flat("momentum", momentum.old, (torch.float32,), (K, J * block))
 
     def check_apply(
         self, frame: Frame, frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int

@@ -174,6 +174,60 @@ def local_step(step: LocalStep, *, block: int, isa: str = "auto") -> None:
     _write_back(step.params, writable)
 
 
+def correct_residual(
+    momentum: MomentumInputs, factor: float, residual_KN: Tensor, *, block: int, isa: str = "auto"
+) -> None:
+    """Residual ← what it would be if the gradients had been sent with `factor` times their factor (rule 11).
+
+    One pass: reads gradients and D, modifies the residual. A gradient that is neither float32 nor bfloat16, or not
+    contiguous, is copied first.
+    """
+    K, J = EDGE.check_correct_residual(momentum, residual_KN, block=block)
+    readable = [None if grad is None else _readable(grad) for grad in momentum.grads]
+    D, floor, correction, eps = momentum.divisor
+    weights = momentum.weights
+    _library.run(
+        "correct_residual",
+        *_pointers(readable, momentum.segments),
+        D.data_ptr(),
+        _address(floor),
+        correction,
+        eps,
+        weights.add,
+        weights.own,
+        weights.unscale,
+        weights.unscale * factor,
+        *_typed(residual_KN),
+        K * J,
+        block,
+        isa=isa,
+        elements=residual_KN.numel(),
+    )
+
+
+def momentum_sums(momentum: MomentumInputs, sums_KJ2: Tensor, *, block: int, isa: str = "auto") -> None:
+    """Sums ← those of g² and g·(m·D) of each block (rule 12). One pass: reads gradients, D and the old momentum."""
+    K, J = EDGE.check_momentum_sums(SIGN, momentum, sums_KJ2, block=block)
+    readable = [None if grad is None else _readable(grad) for grad in momentum.grads]
+    D, floor, correction, eps = momentum.divisor
+    _library.run(
+        "sign_momentum_sums",
+        *_pointers(readable, momentum.segments),
+        D.data_ptr(),
+        _address(floor),
+        correction,
+        eps,
+        *_rows(momentum.old if momentum.is_packed else None),
+        None if momentum.is_packed else momentum.old.data_ptr(),
+        sums_KJ2.data_ptr(),
+        K,
+        J,
+        block,
+        isa=isa,
+        elements=K * J * block,
+    )
+
+
 def encode_gradients(step: GradientSum, *, block: int, scale: str, isa: str = "auto") -> None:
     """frames ← frames of c = add·g + owed, the residual; owed becomes the new residual, or stays (rule 10).
 
@@ -359,6 +413,12 @@ def _declare(library: ctypes.CDLL) -> None:
         *tensors, pointer, pointer, pointer, pointer, real, real, pointer, real, real, real, real, pointer, pointer,
         real, real, size, size, size, flag, flag,
     )  # fmt: skip
+    library.onebit_correct_residual.argtypes = (
+        *tensors, pointer, pointer, *(real,) * 6, *typed, size, size, flag, flag,
+    )  # fmt: skip
+    library.onebit_sign_momentum_sums.argtypes = (
+        *tensors, pointer, pointer, real, real, *rows, pointer, pointer, size, size, size, flag, flag,
+    )  # fmt: skip
     library.onebit_sign_owner_step.argtypes = (
         *rows, size, size, *(pointer,) * 7, *(real,) * 8, size, size, flag, flag,
     )  # fmt: skip
@@ -370,7 +430,7 @@ def _declare(library: ctypes.CDLL) -> None:
 _library = SharedLibrary(
     Path(__file__).with_name("_kernels.so"),
     prefix="onebit",
-    abi_version=7,
+    abi_version=8,
     declare=_declare,
     log=logging.getLogger(__name__),
     without="the codecs run on the pure-torch reference, about ten times slower",

@@ -28,6 +28,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from . import reference
 from .arguments import INT4, INT8, SIGN, Edge, Frame, check_scale
 from .gpu_tables import Table, address, current_stream, kind, readable, write_back
 from .operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
@@ -218,6 +219,10 @@ def local_step(step: LocalStep, *, block: int) -> None:
         J,
     )
     write_back(step.params, written)
+
+
+# Torch's operations, several passes instead of one, in steps that are clipped.
+correct_residual, momentum_sums = reference.correct_residual, reference.momentum_sums
 
 
 def encode_gradients(step: GradientSum, *, block: int, scale: str) -> None:

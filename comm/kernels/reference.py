@@ -46,6 +46,15 @@ Frames of a residual that accumulates gradients. `owed` is that residual:
    and then `decode`, in one pass. Padding becomes +0.0, a block that travels as NaN becomes NaN, and one without real
    elements stays as it is.
 
+The residual of frames whose gradients turn out to have another factor, after they were sent:
+11. `correct_residual`: residual ← residual + (y' - y)·add, y as in rule 6, and y' the same with unscale·factor instead
+   of unscale, a product that is rounded once from float64. Where there is no gradient it stays. Everything in float32,
+   each operation rounded once; a bfloat16 residual is rounded as in rule 6.
+
+The norm by which gradients are clipped that are not averaged yet:
+12. `momentum_sums`: sums of g² and g·(m·D) of each block, in lanes as in rule 2, D and m as in rule 6; +0.0 without a
+   gradient. Everything in float32, each operation rounded once.
+
 Int8 frame (`int8_encode`, `int8_decode`, `int8_decode_mean`) of a row of N = J·block elements:
 
     offset 0    N bytes      q of each element, two's complement
@@ -152,15 +161,9 @@ def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, 
 def momentum_of(momentum: MomentumInputs, old_KN: Tensor) -> Tensor:
     """c without the residual: add·y + keep·m with y = g/√(D² + own·g²), float32 [K, N]. old: m, float32 [K, N]."""
     weights, D = momentum.weights, momentum.D_KN
-    K, N = old_KN.shape
-    g = torch.zeros(K * N, device=old_KN.device, dtype=torch.float32)
-    for view, grad in zip(momentum.segments.views(g), momentum.grads, strict=True):
-        if grad is not None:
-            view.copy_(grad.reshape(-1))
-    g = g.mul_(weights.unscale).view(K, N)
+    g = gathered(momentum, old_KN).mul_(weights.unscale)
     D = D.denominator(_sqrt) if isinstance(D, Variance) else D
-    y = g / _sqrt(D * D + (g * g) * weights.own)
-    return y * weights.add + old_KN * weights.keep
+    return _normalised(g, D, weights.own) * weights.add + old_KN * weights.keep
 
 
 def _send(c_KN: Tensor, out: EncodeOutput, *, block: int, scale: str) -> None:
@@ -193,6 +196,45 @@ def local_step(step: LocalStep, *, block: int) -> None:
             if anchor is not None:
                 anchor.copy_(p.reshape(-1))
             p.copy_((p.to(torch.float32) * step.kept).sub_(move.view(p.shape)))
+
+
+def correct_residual(momentum: MomentumInputs, factor: float, residual_KN: Tensor, *, block: int) -> None:
+    """Residual ← what it would be if the gradients had been sent with `factor` times their factor (rule 11)."""
+    weights, D = momentum.weights, momentum.D_KN
+    D = (D.denominator(_sqrt) if isinstance(D, Variance) else D).view(-1)
+    rows = (momentum.segments.views(flat) for flat in (residual_KN.view(-1), D))
+    for grad, residual, d in zip(momentum.grads, *rows, strict=True):
+        if grad is not None:
+            g, scales = grad.reshape(-1).to(torch.float32), (weights.unscale, weights.unscale * factor)
+            sent, right = (_normalised(g * scale, d, weights.own) for scale in scales)
+            residual.copy_(residual + right.sub_(sent).mul_(weights.add))
+
+
+def momentum_sums(momentum: MomentumInputs, sums_KJ2: Tensor, *, block: int) -> None:
+    """Sums ← those of g² and g·(m·D) of each block (rule 12)."""
+    n = sums_KJ2.shape[1] * block
+    sums_of(momentum, _values(momentum.old, n, block) if momentum.is_packed else momentum.old, sums_KJ2)
+
+
+def sums_of(momentum: MomentumInputs, old_KN: Tensor, sums_KJ2: Tensor) -> None:
+    """The same for a momentum m that is not packed, float32 [K, N]."""
+    g, D = gathered(momentum, old_KN), momentum.D_KN
+    product = g * (old_KN * (D.denominator(_sqrt) if isinstance(D, Variance) else D))
+    for k, terms in enumerate((g * g, product)):
+        sums_KJ2[..., k] = _lane_sum(terms.view(*sums_KJ2.shape[:2], -1)) + 0.0  # -0.0 is +0.0 in lanes that begin at 0
+
+
+def gathered(momentum: MomentumInputs, like_KN: Tensor) -> Tensor:
+    """The gradients in their places, +0.0 where there is none, float32 [K, N]."""
+    g = torch.zeros(like_KN.numel(), device=like_KN.device, dtype=torch.float32)
+    for view, grad in zip(momentum.segments.views(g), momentum.grads, strict=True):
+        if grad is not None:
+            view.copy_(grad.reshape(-1))
+    return g.view(like_KN.shape)
+
+
+def _normalised(g: Tensor, D: Tensor, own: float) -> Tensor:
+    return g / _sqrt(D * D + (g * g) * own)
 
 
 def encode_gradients(step: GradientSum, *, block: int, scale: str) -> None:

@@ -228,6 +228,47 @@ def check_local_step(
             assert_same(after, before, "a gradient")
 
 
+def check_correct_residual(
+    function: Callable[..., None], case: Case, *, error: torch.dtype, variance: bool, device: str = "cpu"
+) -> None:
+    """The residual of both; gradients stay as they are."""
+    K, J, N = case.K, case.J, case.N
+    grads, residual = tensors_of(case, 10), (numbers(K, N, seed=3) + 0.0).to(error)  # no frame leaves -0.0 in padding
+    D, floor = numbers(K, N, seed=1).abs() + 1e-6, numbers(K, J, seed=4).abs()
+
+    def take(where: str, function: Callable[..., None], residual: Tensor) -> MomentumInputs:
+        divisor = Variance(D.square().to(where), floor.to(where), 1.25, 1e-8) if variance else D.to(where)
+        made_of = MomentumInputs(to(where, *grads), case.segments(), divisor, residual, WEIGHTS)
+        function(made_of, 0.7, residual, block=case.block)
+        return made_of
+
+    got, expected = residual.clone().to(device), residual.clone()
+    made_of = take(device, function, got)
+    take("cpu", reference.correct_residual, expected)
+    assert_same(got, expected, "residual")
+    for before, after in zip(grads, made_of.grads, strict=True):
+        if before is not None and after is not None:
+            assert_same(after, before, "a gradient")
+
+
+def check_momentum_sums(
+    function: Callable[..., None], case: Case, *, packed: bool, variance: bool, device: str = "cpu"
+) -> None:
+    """The sums of every block, those without gradients as well; gradients stay as they are."""
+    K, J, N = case.K, case.J, case.N
+    grads, old = tensors_of(case, 10), frames_of(case, 2) if packed else numbers(K, N, seed=2)
+    D, floor = numbers(K, N, seed=1).abs() + 1e-6, numbers(K, J, seed=4).abs()
+
+    def take(where: str, function: Callable[..., None]) -> Tensor:
+        divisor = Variance(D.square().to(where), floor.to(where), 1.25, 1e-8) if variance else D.to(where)
+        made_of = MomentumInputs(to(where, *grads), case.segments(), divisor, old.to(where), WEIGHTS)
+        sums = torch.full((K, J, 2), 7.0, device=where)
+        function(made_of, sums, block=case.block)
+        return sums
+
+    assert_same(take(device, function), take("cpu", reference.momentum_sums), "sums")
+
+
 def check_owner_step(
     function: Callable[..., None], case: Case, *, ranks: int, each: bool, with_D: bool, device: str = "cpu"
 ) -> None:

@@ -64,6 +64,10 @@ def test_any_layout(isa: str, data: st.DataObject) -> None:
     )
     cases.check_apply(partial(cpu.apply, isa=isa), case)
     cases.check_local_step(partial(cpu.local_step, isa=isa), case, variance=variance, anchored=packed)
+    cases.check_momentum_sums(partial(cpu.momentum_sums, isa=isa), case, packed=packed, variance=variance)
+    cases.check_correct_residual(
+        partial(cpu.correct_residual, isa=isa), case, error=error or torch.float32, variance=variance
+    )
 
 
 @pytest.mark.slow
@@ -79,6 +83,7 @@ def test_threads_change_nothing(threads: int) -> None:
         cases.check_encode_mean(cpu.encode_mean, case, rows=3, error=torch.float32)
         cases.check_apply(cpu.apply, case)
         cases.check_local_step(cpu.local_step, case, variance=True, anchored=True)
+        cases.check_correct_residual(cpu.correct_residual, case, error=torch.bfloat16, variance=False)
         cases.check_owner_step(cpu.owner_step, case, ranks=3, each=True, with_D=True)
     finally:
         torch.set_num_threads(before)
@@ -137,6 +142,36 @@ def test_the_reference_computes_what_rule_8_says_in_float64() -> None:
         (held, 0.99 * p.double() - 0.02 * moved[0, :400]),
     ):
         assert (got.double() - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_a_corrected_residual_is_what_frames_left_of_the_right_momentum() -> None:
+    """Decoded frames + residual = the momentum with the right factor, in float64 within 1e-5 of the largest."""
+    case = cases.Case(1, 2, 256, (400,), (torch.float32,))
+    g, v, m = (cases.numbers(1, 512, seed=k) for k in range(3))
+    variance = Variance(v.square(), torch.full((1, 2), 1e-3), 1.5, 1e-6)
+    weights = MomentumWeights(keep=0.9, add=0.1, own=0.01, unscale=0.125)
+    frames, residual, sent = cases.garbage(case, 1), torch.empty(1, 512), torch.empty(1, 512)
+    momentum = MomentumInputs([g[0, :400]], case.segments(), variance, m, weights)
+    reference.encode_momentum(momentum, EncodeOutput(None, frames, case.counts(), residual), block=256, scale="rms")
+    reference.correct_residual(momentum, 3.0, residual, block=256)
+    reference.decode(frames, sent, block=256, weight=1.0, keep=0.0)
+    D = (v.double().square() * 1.5).clamp(min=1e-3).sqrt() + 1e-6
+    grad = torch.where(torch.arange(512) < 400, g.double() * 0.375, 0.0)
+    c = 0.9 * m.double() + 0.1 * grad / (D.square() + 0.01 * grad.square()).sqrt()
+    c[:, 400:] = 0.0
+    got = (sent.double() + residual.double()).masked_fill(torch.arange(512) >= 400, 0.0)
+    assert (got - c).abs().max() < 1e-5 * c.abs().max()
+
+
+def test_the_reference_computes_what_rule_12_says_in_float64() -> None:
+    case = cases.Case(1, 2, 256, (400,), (torch.float32,))
+    g, v, m = (cases.numbers(1, 512, seed=k) for k in range(3))
+    variance, sums = Variance(v.square(), torch.full((1, 2), 1e-3), 1.5, 1e-6), torch.empty(1, 2, 2)
+    reference.momentum_sums(MomentumInputs([g[0, :400]], case.segments(), variance, m, cases.WEIGHTS), sums, block=256)
+    D = (v.double().square() * 1.5).clamp(min=1e-3).sqrt() + 1e-6
+    grad = torch.where(torch.arange(512) < 400, g.double(), 0.0)
+    for got, terms in ((sums[..., 0], grad.square()), (sums[..., 1], grad * m.double() * D)):
+        assert (got - terms.view(1, 2, 256).sum(-1)).abs().max() < 1e-5 * terms.abs().sum()
 
 
 def test_the_reference_computes_what_rule_9_says_in_float64() -> None:

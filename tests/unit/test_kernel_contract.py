@@ -56,6 +56,8 @@ def test_the_reference_computes_every_frame_and_serves_every_device() -> None:
         "encode_momentum",
         "apply",
         "local_step",
+        "correct_residual",
+        "momentum_sums",
         "owner_step",
         "encode_gradients",
     }

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 
 from ..arguments import INT4, INT8, SIGN
+from ..reference import correct_residual, momentum_sums  # torch's operations, as in cupy.py
 from . import decode as triton_decode
 from .apply import apply
 from .encode import encode, int4_encode, int8_encode
@@ -26,6 +27,7 @@ from .owner import owner_step
 
 __all__ = [
     "apply",
+    "correct_residual",
     "decode",
     "decode_mean",
     "encode",
@@ -39,6 +41,7 @@ __all__ = [
     "int8_decode_mean",
     "int8_encode",
     "local_step",
+    "momentum_sums",
     "owner_step",
 ]
 
