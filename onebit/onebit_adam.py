@@ -22,7 +22,7 @@ from .frozen_variance import FrozenVariance, pack_momentum
 from .layout.bucket import Bucket
 from .layout.flat import Layout
 from .optimizer import CommonOptions, CompressedOptimizer
-from .rule import Rule, codec_of_gradients
+from .rule import Factored, Rule, codec_of_gradients
 from .step.bucket_step import Answer, BucketStep, Decision, Meeting
 from .usage.contract import State, check_number, eps_of
 from .usage.signature import shows_all_options
@@ -374,6 +374,11 @@ class AdamRule(Rule):
             m = bucket.flat[self._moment] * correction
             return m.mul_(self._denominator(bucket)) if self._averages_moves else m
         return self.last_average(bucket).mul_(bucket.flat["denominator"]).mul_(correction)
+
+    def factored_momentum(self, bucket: Bucket) -> Factored | None:
+        if bucket.frames is None or bucket.masks is not None:
+            return None
+        return self._correction(bucket), bucket.frames, bucket.rows(bucket.flat["denominator"])
 
     def last_average(self, bucket: Bucket) -> Tensor:
         update, may_move = self.placement.unpacked(bucket, bucket.frames), bucket.may_move()

@@ -25,7 +25,7 @@ from .layout.flat import Layout
 from .onebit_adam import AdamRule
 from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import codec_of_gradients
-from .step.bucket_step import Answer, Meeting
+from .step.bucket_step import Answer, Decision, Meeting
 from .usage.contract import State, eps_of
 from .usage.signature import shows_all_options
 
@@ -138,11 +138,14 @@ class LambRule(AdamRule):
 
     # ---------------------------------------------------------------- exchanges for all layers together
 
-    def prepare_commit(self) -> None:
+    def prepare_commit(self, decision: Decision) -> None:
         observed, self._observed = self._observed, {}
         buckets = [b for b in self.buckets if b.index in observed and not self.averages_gradients(b)]
         if buckets:
-            self._follow_variance(buckets, torch.cat([observed[bucket.index] for bucket in buckets]))
+            mine_L2 = torch.cat([observed[bucket.index] for bucket in buckets])
+            if (factor := float(decision.clip_factor)) != 1.0:  # y is proportional to g, unless that is far beyond D
+                mine_L2 *= mine_L2.new_tensor([factor * factor, factor])
+            self._follow_variance(buckets, mine_L2)
 
     def meet(self, buckets: Sequence[Bucket], said: Sequence[Meeting]) -> Sequence[Answer]:
         self._measure(buckets)

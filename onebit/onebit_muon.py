@@ -17,7 +17,7 @@ from .comm import Codec
 from .layout.bucket import Bucket
 from .onebit_adam import AdamRule
 from .optimizer import CommonOptions, CompressedOptimizer
-from .rule import codec_of_gradients
+from .rule import Factored, codec_of_gradients
 from .step.bucket_step import Answer, BucketStep, Decision, Meeting
 from .usage.contract import Group, State
 from .usage.signature import shows_all_options
@@ -77,6 +77,9 @@ class MuonRule(AdamRule):
             increment = bucket.gather(bucket.masked_gradients(), scale * (1.0 - beta))
             decision = yield from self.placement.average(bucket)  # in one bit, with error feedback
             assert bucket.ef is not None
+            if decision.clip_factor != 1.0:
+                lacks = float(decision.clip_factor) - 1.0
+                yield from self.placement.add_to_error(bucket, scale * (1.0 - beta) * lacks)
             bucket.ef.commit()
             increment = bucket.buffer  # the exchange may have replaced it
             self.codec.decode(self.placement.frames(bucket), bucket.rows(increment))
@@ -151,6 +154,9 @@ class MuonRule(AdamRule):
         if not self._is_muon(bucket):
             return super().momentum(bucket)
         return bucket.flat["momentum_buffer"] * (1.0 / (1.0 - self.beta**bucket.step) if bucket.step else 1.0)
+
+    def factored_momentum(self, bucket: Bucket) -> Factored | None:
+        return None if self._is_muon(bucket) else super().factored_momentum(bucket)
 
     def last_average(self, bucket: Bucket) -> Tensor:
         if not self._is_muon(bucket):

@@ -79,8 +79,8 @@ class CommonOptions(SharedOptions, total=False):
     the script and its checkpoints are those of several ranks.
 
     max_grad_norm: exact while gradients are exchanged; otherwise the norm is estimated from each rank's norm and its
-        product with the momentum, and buckets leave before it is known, with the factor that earlier steps lead to
-        expect. If that is more than 1.25 times too large, all are sent once more.
+        product with the momentum. Buckets leave before it is known, with the factor that earlier steps let expect; what
+        that was wrong by is sent with the next step. If it was more than twice too large, all are sent once more.
     model_parallel_group: if the parameters are DTensors and each rank of the transport holds the same shard of another
         replica (`onebit.zero.grid`), the transport between the shards of one replica; if others hold other layers, the
         grid's `ModelParallelGroup`. It carries messages about the whole model: 8 to 32 bytes a step to each peer, and
@@ -156,7 +156,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self.policy.bind(
             self.transport, self.codec, self.buckets, self.model_parallel_group, self._traffic, self.computing
         )
-        self._asked_factor: float | None = None  # the clip factor that a step's norm asks for, if it was sent before
+        self._sent_factor = 1.0  # the clip factor with which buckets leave that do not wait for the norm
         self._driver: Driver[Bucket] = Driver(self.transport, self.placement.hierarchy.phases)
         self._roll: HeadersUnderWay | None = None  # headers that were sent and not read
         self.delay = delay
@@ -171,7 +171,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         A new value takes effect in the step under way.
 
         Raises:
-            RuntimeError: Clipping is turned on or off after backward has sent gradients.
+            RuntimeError: It is set for the first time after backward has sent gradients that should have waited for the
+                norm, as those of 0/1 Adam do after local steps.
             ValueError: It is negative, or not a number.
         """
         return self.clipper.max_norm
@@ -181,12 +182,12 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if not norm >= 0:
             raise ValueError(f"max_grad_norm must be at least 0 (0: off), got {norm}")
         before, self.clipper.max_norm = self.clipper.max_norm, norm
-        is_toggled = self._driver.launched and (norm > 0) != (before > 0)
-        if is_toggled and (self.clipper.expected != 1.0 or self._clips_before_sending):
+        if self._driver.launched and self._clips_before_sending:
             self.clipper.max_norm = before
             raise RuntimeError(
-                f"rank {self.transport.rank}: max_grad_norm={norm}, it was {before}, comes after a backward pass has "
-                "sent gradients; turn clipping on and off between a step and the next backward pass"
+                f"rank {self.transport.rank}: max_grad_norm={norm} comes after a backward pass has sent gradients that "
+                "should have waited for the norm; construct the optimizer with it, or set it between a step and the "
+                "next backward pass"
             )
 
     # ---------------------------------------------------------------- groups and buckets
@@ -291,12 +292,18 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             self._begin()
         if self._is_delayed or self.rule.is_silent() or self._clips_before_sending:
             return
-        scale = self._expected_factor
         with torch.no_grad(), self.computing.paused():
             while self._driver.catch_up() and (bucket := self._next_complete()) is not None:
                 if not self._all_begin(is_awaited=False):
                     return
-                self._launch(bucket, scale, in_backward=True)
+                self._launch(bucket, self._sent_factor, in_backward=True)
+
+    def _begin(self) -> None:
+        is_new = self._driver.state is StepState.IDLE
+        super()._begin()
+        if is_new:
+            is_early = self._estimates_norm and not self._clips_before_sending
+            self._sent_factor = self.clipper.expected if is_early else 1.0
 
     @property
     def _is_delayed(self) -> bool:
@@ -351,7 +358,6 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return self._take_step_once(scale) if self._members is None else self._take_step_of(self._members, scale)
 
     def _take_step_once(self, scale: float) -> Sequence[str] | None:
-        self._asked_factor = None
         self._settle_masters()
         landed = self._land()
         try:
@@ -371,7 +377,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             decision = None if ballot is None else self._decide(ballot, scale)
         if decision is None:
             return [*(landed or ()), *self._skip()]
-        self._commit(decision, self.stats.clip_factor, self._asked_factor)
+        self._commit(decision, self.stats.clip_factor)
         return landed
 
     def _send(self, scale: float, resends: bool) -> Ballot | None:
@@ -384,14 +390,14 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             scale: Factor of the gradients.
             resends: Whether gradients of this rank have changed since they were sent.
         """
-        ballot, self.stats.clip_factor = None, self._expected_factor
+        ballot = None
         if self._clips_before_sending:
             ballot = self._cast(scale, resends)
             self._read(ballot)
-            self.stats.clip_factor = self._factor_by(ballot, scale, resends)
-            if not math.isfinite(self.stats.clip_factor):
+            self._sent_factor = self._factor_by(ballot, scale, resends)
+            if not math.isfinite(self._sent_factor):
                 return None
-        self._launch_rest(scale * self.stats.clip_factor)
+        self._launch_rest(scale * self._sent_factor)
         return self._cast(scale, resends) if ballot is None else ballot
 
     def _factor_by(self, ballot: Ballot, scale: float, resends: bool) -> float:
@@ -409,26 +415,24 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             scale: Factor of the gradients, apart from clipping.
         """
         arrived, is_good_here = self._wait_for_buckets(ballot)
-        votes = ballot.votes
-        resending, is_too_large = [rank for rank, vote in enumerate(votes) if vote.summary.resends], False
-        if self._estimates_norm and not self._clips_before_sending:
-            self._asked_factor = self._factor_by(ballot, scale, bool(resending))
-            if not math.isfinite(self._asked_factor):
+        votes, factor = ballot.votes, self._sent_factor
+        resending = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
+        if not self._clips_before_sending:
+            factor = self._factor_by(ballot, scale, bool(resending)) if self._estimates_norm else 1.0
+            if not math.isfinite(factor):
                 return None
-            is_too_large = self.stats.clip_factor > MOST_TOO_LARGE * self._asked_factor
-            if is_too_large:
-                self.stats.clip_factor = self._asked_factor
-        if resending or is_too_large:
+        if resending or self._sent_factor > MOST_TOO_LARGE * factor:
+            self._sent_factor = factor
             self._driver.resend()
-            self._launch_rest(scale * self.stats.clip_factor)
+            self._launch_rest(scale * factor)
             arrived, is_good_here = self._wait_for_buckets(ballot)
         self._count_resent(resending)
         if not all_parts_agree(self.model_parallel_group, ballot, is_good_here, self.buckets.frozen.values()):
             return None
         if self.clipper.max_norm > 0 and not self._estimates_norm:
-            self.stats.clip_factor = self.clipper.factor(self._norm.of_means([said.mean_gradient for said in arrived]))
-            return Decision(present_anywhere(votes), self.stats.clip_factor)
-        return Decision(present_anywhere(votes))
+            factor = self.clipper.factor(self._norm.of_means([said.mean_gradient for said in arrived]))
+        self.stats.clip_factor = factor
+        return Decision(present_anywhere(votes), factor / self._sent_factor)
 
     def _wait_for_buckets(self, ballot: Ballot) -> tuple[Sequence[Arrived], bool]:
         """The meetings of all buckets, and whether their contents are good on this rank. Reads the ballot."""
@@ -457,10 +461,10 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self.stats.clip_factor = 1.0
         return Decision(seen, grads_nonfinite=True)
 
-    def _commit(self, decision: Decision, clip_factor: float, asked_factor: float | None = None) -> None:
-        self.rule.prepare_commit()
+    def _commit(self, decision: Decision, clip_factor: float) -> None:
+        self.rule.prepare_commit(decision)
         if self.clipper.max_norm > 0:
-            self.clipper.remember(clip_factor, self.buckets.groups[0]["betas"][0], asked_factor)
+            self.clipper.remember(clip_factor, self.buckets.groups[0]["betas"][0])
         for count in self.steps:
             count += 1
         self._driver.commit(decision, self.rule.meet)
@@ -605,13 +609,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     @property
     def _clips_before_sending(self) -> bool:
-        # A suspended step cannot be sent once more, and ranks that clip apart expect different factors.
+        # A suspended step cannot be corrected: its gradients are gone. Ranks that clip apart expect different factors.
         return self._estimates_norm and (self._is_delayed or self.rule.clips_apart)
-
-    @property
-    def _expected_factor(self) -> float:
-        """The clip factor with which buckets leave before the norm is known."""
-        return self.clipper.expected if self._estimates_norm and not self._clips_before_sending else 1.0
 
     def steps_taken(self) -> int:
         """Number of steps that the first group has taken."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Generic
+from typing import ClassVar, Generic, TypeAlias
 
 from torch import Tensor
 
 from .checkpoint.parameter_state import ParameterState
-from .comm import CODECS, Codec, FusedCodec, Int8Codec, SignCodec, check_fused
+from .comm import CODECS, Codec, FusedCodec, Int8Codec, SignCodec, Variance, check_fused
 from .layout.bucket import Bucket
 from .layout.buckets import B, Buckets
 from .layout.flat import Layout
@@ -25,6 +25,9 @@ from .step.link_probe import CompressionPolicy
 from .step.replicated import Replicated
 from .usage.contract import State
 from .usage.frozen import gradient_of
+
+Factored: TypeAlias = tuple[float, Tensor, Tensor | Variance]
+"""factor·m·D: the factor, m as sign frames [W, B] or float32 [W, N], and D, float32 [W, N] or from a variance."""
 
 MEETS_AGAIN = "its ranks tell each other more after a step is decided, when a lost one would leave it half written"
 
@@ -182,8 +185,12 @@ class Rule(BucketRule[Bucket]):
         """
         return MEETS_AGAIN
 
-    def prepare_commit(self) -> None:
-        """Exchange what else a step needs that is about to be committed. All ranks; nothing has been written."""
+    def prepare_commit(self, decision: Decision) -> None:
+        """Exchange what else a step needs that is about to be committed. All ranks; nothing has been written.
+
+        Args:
+            decision: The decision of all ranks.
+        """
 
     def end_interrupted_step(self) -> None:
         """Do what is left of `after_step` if a lost member has ended it early. All members, after a change of members.
@@ -224,6 +231,10 @@ class Rule(BucketRule[Bucket]):
     @abstractmethod
     def momentum(self, bucket: Bucket) -> Tensor:
         """The bias-corrected momentum, the same on all ranks, float32 [W·N]. May be a copy."""
+
+    def factored_momentum(self, bucket: Bucket) -> Factored | None:
+        """The same without a copy, if it is a product that kernels take; otherwise None."""
+        return None
 
     @abstractmethod
     def last_average(self, bucket: Bucket) -> Tensor:

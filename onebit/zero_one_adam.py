@@ -21,7 +21,7 @@ from .layout.bucket import Bucket
 from .layout.flat import Layout
 from .model_parallel import local
 from .optimizer import CommonOptions, CompressedOptimizer
-from .rule import Rule, codec_of_gradients
+from .rule import Factored, Rule, codec_of_gradients
 from .step.bucket_step import Arrived, BucketStep, Decision
 from .usage.contract import Group, State, check_number, eps_of
 from .usage.frozen import gradient_of
@@ -373,6 +373,12 @@ class ZeroOneRule(Rule):
     def momentum(self, bucket: Bucket) -> Tensor:
         D = self._variance(bucket).denominator().view(-1)
         return D.mul_(bucket.flat["exp_avg_update"]).div_(self._correction(bucket.group_index, bucket.step))
+
+    def factored_momentum(self, bucket: Bucket) -> Factored | None:
+        if bucket.masks is not None:
+            return None
+        factor = 1.0 / self._correction(bucket.group_index, bucket.step)
+        return factor, bucket.rows(bucket.flat["exp_avg_update"]), self._variance(bucket)
 
     def last_average(self, bucket: Bucket) -> Tensor:
         lr = float(bucket.group["lr"])

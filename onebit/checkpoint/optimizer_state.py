@@ -83,7 +83,6 @@ def save(optimizer: StateOwner, state: State) -> State:
         ],
         "skipped_steps": optimizer.stats.skipped_steps,
         "clip_average": optimizer.clipper.average,
-        "clip_asked": optimizer.clipper.asked,
         "compresses": optimizer.policy.compresses,
         "ahead": None if optimizer.ahead is None else asdict(optimizer.ahead),
         **optimizer.rule.record(),
@@ -179,7 +178,6 @@ def restore(optimizer: StateOwner, state: State) -> None:
     if record is not None:
         optimizer.stats.skipped_steps = record["skipped_steps"]
         optimizer.clipper.average = tuple(record["clip_average"])
-        optimizer.clipper.asked = tuple(record.get("clip_asked", record["clip_average"]))
         optimizer.policy.load(record.get("compresses"))
         ahead = record.get("ahead")
         fits = ahead is not None and len(ahead["weights"]) == len(optimizer.buckets)

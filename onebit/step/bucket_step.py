@@ -65,8 +65,9 @@ class Decision:
 
     Attributes:
         seen: For each parameter from number `first` on, whether any rank has a gradient.
-        clip_factor: Factor for a mean gradient, or for the gradients that are about to be sent; other exchanges have
-            been clipped before. A tensor of no dimensions if the host has not waited for it. Default 1.
+        clip_factor: The factor that gradients still lack. A mean gradient, and gradients that are about to be sent, are
+            multiplied by it; what was sent without it is put right in the worker error. A tensor of no dimensions if
+            the host has not waited for it. Default 1.
         grads_nonfinite: In a step without traffic, whether this replica's gradients count as zero. Default False.
         first: Number of the parameter at seen[0]. Default 0.
         moves: Whether parameters move now. False: they stay until the rule's `follow`. Default True.

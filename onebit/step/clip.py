@@ -4,16 +4,17 @@ In warm-up all ranks have the mean gradient, so its norm is exact. Once ranks ex
 the norm is then estimated from numbers that each rank computes of its own gradients. Both are bit-identical on all
 ranks.
 
-An estimate needs all gradients, and buckets are to leave during backward. So they leave with the factor that the steps
-before lead to expect. If it turns out to be more than `MOST_TOO_LARGE` times what the estimate asks for, the step is
-sent once more, as 0 to 14 of 100 were (scripts/records/clip_2026-11.md).
+An estimate needs all gradients, and buckets should leave during backward. So they leave with the factor that the steps
+before lead to expect. Once the norm is known, the worker error is put right: frames + error are what they would be with
+the factor that the norm asks for. Uncorrected, such steps cost up to 4 % of the loss; corrected, nothing
+(scripts/records/clip_2026-11.md). A step whose factor was more than `MOST_TOO_LARGE` times too large is sent once more.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ..agreement.step_vote import StepVote
-from ..arithmetic.squares import gradient_dots, gradient_sums
-from ..comm import Transport
+from ..arithmetic.squares import gradient_dots, gradient_sums, sums_in_turn
+from ..comm import MomentumInputs, MomentumWeights, Transport
 from ..comm.messages import gather_bytes
 from ..model_parallel import ModelParallelGroup
 
@@ -33,8 +34,11 @@ if TYPE_CHECKING:
 
 Number = TypeVar("Number", float, Tensor)
 
-MOST_TOO_LARGE = 1.25
-"""A step is sent once more if its factor was this many times too large: so clipped norms are at most 1.25·max_norm."""
+MOST_TOO_LARGE = 2.0
+"""A step is sent once more if its factor was this many times too large: a spike must not move parameters as it is."""
+
+
+_NO_WEIGHTS = MomentumWeights(keep=0.0, add=0.0, own=0.0)
 
 
 @dataclass
@@ -44,13 +48,11 @@ class Clipper:
     Attributes:
         max_norm: Largest norm of the mean gradient; 0 turns clipping off.
         average: Moving average of the clip factors, with the momentum's β1, and its total weight.
-        asked: The same of the factors that norms asked for, where steps were sent with expected ones.
         norm: The last norm for which a factor was asked; None if it was not finite.
     """
 
     max_norm: float
     average: tuple[float, float] = field(default=(0.0, 0.0), repr=False)
-    asked: tuple[float, float] = field(default=(0.0, 0.0), repr=False)
     norm: float | None = field(default=None, repr=False)
 
     def factor(self, norm: float) -> float:
@@ -66,7 +68,7 @@ class Clipper:
             world_size: Number of ranks.
         """
         sums = [(vote.norm_squared, vote.product) for vote in votes]
-        return self.factor(estimated_norm(sums, world_size, self._mean_factor))
+        return self.factor(estimated_norm(sums, world_size, self.expected))
 
     def late_factor(self, sums_W2: Tensor, world_size: int) -> Tensor:
         """`estimated_factor` of votes that the host has not read. Does not wait for the device; `norm` does not change.
@@ -78,36 +80,25 @@ class Clipper:
         Returns:
             The factor, float64, of no dimensions, on the device of the sums.
         """
-        norm = estimated_norm([row.unbind() for row in sums_W2], world_size, self._mean_factor)
+        norm = estimated_norm([row.unbind() for row in sums_W2], world_size, self.expected)
         # We divide a tensor by a tensor: torch rounds twice when it divides a number by a tensor.
         return torch.full_like(norm, self.max_norm).div_(norm + 1e-6).clamp_(max=1.0)
 
     @property
-    def _mean_factor(self) -> float:
-        average, weight = self.average
-        return average / weight if weight > 0.0 else 1.0
-
-    @property
     def expected(self) -> float:
-        """The factor with which a step is sent before its norm is known; the same on all ranks."""
-        asked, weight = self.asked
-        return min(1.0, asked / weight) if weight > 0.0 else 1.0
+        """The average of the clip factors so far, with which a step is sent before its norm is known."""
+        average, weight = self.average
+        return min(1.0, average / weight) if weight > 0.0 else 1.0
 
-    def remember(self, factor: float, beta1: float, asked: float | None = None) -> None:
-        """Add the clip factor of a step that was taken to the moving averages.
+    def remember(self, factor: float, beta1: float) -> None:
+        """Add the clip factor of a step that was taken to the moving average.
 
         Args:
             factor: The clip factor.
-            beta1: Decay of the averages, the momentum's.
-            asked: The factor that the norm asked for. Default None: the same.
+            beta1: Decay of the average, the momentum's.
         """
-        self.average = _averaged(self.average, factor, beta1)
-        self.asked = _averaged(self.asked, factor if asked is None else asked, beta1)
-
-
-def _averaged(before: tuple[float, float], number: float, beta: float) -> tuple[float, float]:
-    average, weight = before
-    return beta * average + (1.0 - beta) * number, beta * weight + (1.0 - beta)
+        average, weight = self.average
+        self.average = beta1 * average + (1.0 - beta1) * factor, beta1 * weight + (1.0 - beta1)
 
 
 def estimated_norm(sums: Sequence[Sequence[Number]], world_size: int, mean_clip_factor: float) -> Number:
@@ -147,8 +138,8 @@ class GradientNorm:
     def own_sums(self, scale: float) -> tuple[float, float]:
         """‖g‖² and <g, m̂> of this replica's gradients times scale. All ranks that hold its parts."""
         norm_squared = product = 0.0
-        dots = gradient_dots(self._gradients_and_momenta)
-        for share, (squares, products) in zip(self._shares(), dots, strict=True):
+        dots = gradient_dots(lambda: self._gradients_and_momenta(self._buckets))
+        for share, (squares, products) in zip(self._shares(self._buckets), dots, strict=True):
             norm_squared += share * scale * scale * squares
             product += share * scale * products
         norm_squared, product = self._parts.total(norm_squared, product)
@@ -157,9 +148,29 @@ class GradientNorm:
     def own_sums_on_device(self, scale: float) -> Tensor:
         """`own_sums` for a model in one piece, as a tensor on the device; see `gradient_sums`."""
         device = self._buckets[0].device
-        if device.type == "cpu":
-            return gradient_sums(self._gradients_and_momenta(), self._shares(), scale, device)
-        return gradient_sums(self._whole_buckets(), [1.0] * len(self._buckets), scale, device)
+        if not self._is_fused:
+            return gradient_sums(self._whole_buckets(), [1.0] * len(self._buckets), scale, device)
+        sums: list[Tensor] = []
+        weights, others = [], []
+        for bucket in self._buckets:
+            if (factored := self._rule.factored_momentum(bucket)) is None:
+                others.append(bucket)
+                continue
+            factor, m, D = factored
+            momentum = MomentumInputs(bucket.masked_gradients(), bucket.layout.segments, D, m, _NO_WEIGHTS)
+            sums_WJ2 = torch.empty(*bucket.counts.shape, 2, device=device, dtype=torch.float32)
+            self._rule.codec.momentum_sums(momentum, sums_WJ2)
+            sums += sums_WJ2.sum((0, 1), dtype=torch.float64).unbind()
+            weights += [scale * scale, scale * factor]
+        total = sums_in_turn(sums, weights, device, columns=2)
+        if others:
+            total = total + gradient_sums(self._gradients_and_momenta(others), self._shares(others), scale, device)
+        return total
+
+    @property
+    def _is_fused(self) -> bool:
+        """Whether `momentum_sums` is one pass over memory."""
+        return self._buckets[0].device.type == "cpu"
 
     def _whole_buckets(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The gradients and the momentum of every bucket, flat. On a GPU one product of each parameter costs more."""
@@ -172,14 +183,15 @@ class GradientNorm:
                 torch._foreach_copy_(views, grads)
             yield flat, m
 
-    def _shares(self) -> list[float]:
+    @staticmethod
+    def _shares(buckets: Iterable[Bucket]) -> list[float]:
         """This rank's share of the sums, for every parameter that has a gradient here."""
-        pairs = [pair for b in self._buckets for pair in zip(b.gradients(), b.share_K, strict=True)]
+        pairs = [pair for b in buckets for pair in zip(b.gradients(), b.share_K, strict=True)]
         return [share for g, share in pairs if g is not None]
 
-    def _gradients_and_momenta(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _gradients_and_momenta(self, buckets: Iterable[Bucket]) -> Iterator[tuple[Tensor, Tensor]]:
         """The gradient and momentum of every parameter that has a gradient here; a momentum may be a copy."""
-        for bucket in self._buckets:
+        for bucket in buckets:
             m_views = bucket.layout.flat_views(self._rule.momentum(bucket))
             pairs = zip(bucket.masked_gradients(), m_views, strict=True)
             yield from ((g, m) for g, m in pairs if g is not None)

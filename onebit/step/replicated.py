@@ -178,7 +178,7 @@ class Replicated:
 
         In a flat world gradients are read in their own memory. In a hierarchy the ranks of a node add them up first, in
         the bucket's buffer, and each encodes its own rows of their mean. Meets the other buckets; results are those of
-        `average`.
+        `average`. If the decision has a clip factor, `FusedCodec.correct_residual` puts the next worker error right.
 
         Args:
             bucket: The bucket.
@@ -193,7 +193,31 @@ class Replicated:
         del own, grads  # while it is under way, nothing here keeps them alive
         yield from exchange
         decision: Decision = yield self._arrived(bucket)
+        if decision.clip_factor != 1.0:
+            assert bucket.ef is not None
+            momentum = self._momentum_of(bucket, bucket.masked_gradients(), D_WN, momentum_W, weights)
+            error_HN = bucket.ef.worker_next.view(-1, bucket.layout.chunk)
+            self.codec.correct_residual(momentum, float(decision.clip_factor), error_HN)
         return decision
+
+    def add_to_error(self, bucket: Bucket, weight: float) -> Exchange:
+        """The next worker error ← it + weight·g, g the gradients of this rank, or the mean of its node's.
+
+        Yields one Work, none in a flat world, as `Hierarchy.sum_intra_node`. All ranks of the node.
+
+        Args:
+            bucket: The bucket, after an exchange that is not committed. In a hierarchy its buffer is overwritten.
+            weight: Factor of the gradients.
+        """
+        assert bucket.ef is not None
+        if self.hierarchy.local_size > 1:
+            flat = bucket.gather(bucket.masked_gradients(), weight / self.hierarchy.local_size)
+            yield from self.hierarchy.sum_intra_node(flat)
+            bucket.ef.worker_next.add_(bucket.own_rows(flat).view(-1))
+            return
+        for error, g in zip(bucket.layout.views(bucket.ef.worker_next), bucket.masked_gradients(), strict=True):
+            if g is not None:
+                error.add_(g, alpha=weight)
 
     def send_again(self, bucket: Bucket, sent: Tensor) -> Generator[Work | Meeting, Answer, Decision]:
         """Complete an average for which an earlier process has encoded this rank's frames. Meets the other buckets.
@@ -218,15 +242,11 @@ class Replicated:
         weights: MomentumWeights,
         added: Tensor | None,
     ) -> Exchange:
-        ef, segments, own = bucket.ef, bucket.layout.segments, self.hierarchy.own
+        ef, own = bucket.ef, self.hierarchy.own
         assert ef is not None and (added is None or self.hierarchy.local_size == 1)
         if self.hierarchy.local_size > 1:
             yield from self.hierarchy.sum_intra_node(bucket.gather(grads))
-            node = bucket.own_rows(bucket.buffer).view(-1)
-            grads, segments = [node], Segments((0,), (len(node),), self.codec.block)
-            weights = replace(weights, unscale=weights.unscale / self.hierarchy.local_size)
-        D_KN = D_WN.rows(own) if isinstance(D_WN, Variance) else D_WN[own]
-        momentum = MomentumInputs(grads, segments, D_KN, momentum_W[own], weights)
+        momentum = self._momentum_of(bucket, grads, D_WN, momentum_W, weights)
         n, owed = bucket.layout.chunk, ef.worker
         if added is not None:
             owed = torch.add(ef.worker, added, out=ef.worker_next if bucket.has_spare_error else None)
@@ -234,6 +254,23 @@ class Replicated:
         self.codec.encode_momentum(momentum, out)
         del momentum, grads, owed, out
         yield from comm.exchange(ef, self.codec, self.transport, wire, n, bucket.counts)
+
+    def _momentum_of(
+        self,
+        bucket: Bucket,
+        grads: Sequence[Tensor | None],
+        D_WN: Tensor | Variance,
+        momentum_W: Tensor,
+        weights: MomentumWeights,
+    ) -> MomentumInputs:
+        """What the codec encodes: in a hierarchy this rank's rows of the node's sum, which is in the buffer."""
+        own, segments = self.hierarchy.own, bucket.layout.segments
+        if self.hierarchy.local_size > 1:
+            node = bucket.own_rows(bucket.buffer).view(-1)
+            grads, segments = [node], Segments((0,), (len(node),), self.codec.block)
+            weights = replace(weights, unscale=weights.unscale / self.hierarchy.local_size)
+        D_KN = D_WN.rows(own) if isinstance(D_WN, Variance) else D_WN[own]
+        return MomentumInputs(grads, segments, D_KN, momentum_W[own], weights)
 
     def _arrived(self, bucket: Bucket) -> Arrived:
         return Arrived(self.codec.witness(self.frames(bucket), bucket.layout.chunk))
