@@ -50,4 +50,8 @@ struct Code {
 #include "step_blocks.inl"
 }
 
-constexpr Kernels kernels{sign::kernel, int8::kernel, int4::kernel, sign::fused};
+namespace log4 {
+#include "log4_blocks.inl"
+}
+
+constexpr Kernels kernels{sign::kernel, int8::kernel, int4::kernel, log4::kernel, sign::fused};

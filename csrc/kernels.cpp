@@ -1,6 +1,6 @@
 // The frames in C++: the same bytes and the same floats as comm/kernels/reference.py, which specifies both.
 //
-// sign_blocks.inl and step_blocks.inl hold the algorithms, written over the specification's 16 lanes. They are compiled
+// sign_blocks.inl, step_blocks.inl and log4_blocks.inl hold the algorithms, over the specification's 16 lanes. They are compiled
 // once per instruction set, each time over another lanes_*.inl, and the best one this CPU has is chosen per call. Loaded
 // by comm/kernels/cpu.py with ctypes: raw pointers, sizes and strides in elements, checked there.
 //
@@ -231,7 +231,7 @@ struct Fused {
 
 // Of one instruction set.
 struct Kernels {
-  Kernel sign, int8, int4;
+  Kernel sign, int8, int4, log4;
   Fused fused;
 };
 
@@ -299,7 +299,7 @@ void encode_rows(const Kernel& kernel, const EncodeJob& job, int64_t K, int64_t 
 }  // namespace
 
 // Raise it together with cpu.py's when a signature or a frame changes: a library built from older sources is then refused.
-ONEBIT_API int onebit_abi_version() { return 8; }
+ONEBIT_API int onebit_abi_version() { return 9; }
 
 ONEBIT_API int onebit_best_isa() { return best_isa(); }
 
@@ -325,84 +325,46 @@ ONEBIT_API int onebit_sign_encode(float* x, int64_t x_stride, const void* error,
   return 0;
 }
 
-ONEBIT_API int onebit_int8_encode(float* x, int64_t x_stride, const void* error, int64_t error_stride, int error_kind,
-                                  uint8_t* frames, int64_t frame_stride, int64_t frame_bytes, const int32_t* counts,
-                                  int64_t counts_stride, int64_t K, int64_t J, int64_t block, int isa, int threads) {
-  const Kernels* kernels = kernels_for(isa);
-  if (!kernels) return 1;
-  const EncodeJob job{x,      x_stride,      error, error_stride, static_cast<FloatKind>(error_kind), frames, frame_stride,
-                      counts, counts_stride, J,     block,        false};
-  encode_rows(kernels->int8, job, K, frame_bytes, J * block, threads);
-  return 0;
-}
+// decode and decode_mean of a frame.
+#define ONEBIT_DECODES(frame)                                                                                           \
+  ONEBIT_API int onebit_##frame##_decode(const uint8_t* frames, int64_t frame_stride, float* out, int64_t out_stride,   \
+                                         int64_t K, int64_t J, int64_t block, double weight, double keep, int isa,      \
+                                         int threads) {                                                                 \
+    const Kernels* kernels = kernels_for(isa);                                                                          \
+    if (!kernels) return 1;                                                                                             \
+    const DecodeJob job{frames, frame_stride, out, out_stride, J, block, static_cast<float>(weight),                    \
+                        static_cast<float>(keep), keep != 0.0};                                                         \
+    run(kernels->frame.decode, job, K * J, threads);                                                                    \
+    return 0;                                                                                                           \
+  }                                                                                                                     \
+  ONEBIT_API int onebit_##frame##_decode_mean(const uint8_t* frames, int64_t frame_stride, int64_t K, float* out,       \
+                                              int64_t J, int64_t block, int isa, int threads) {                         \
+    const Kernels* kernels = kernels_for(isa);                                                                          \
+    if (!kernels) return 1;                                                                                             \
+    const DecodeMeanJob job{frames, frame_stride, K, out, J, block};                                                    \
+    run(kernels->frame.decode_mean, job, J, threads);                                                                   \
+    return 0;                                                                                                           \
+  }
 
-ONEBIT_API int onebit_int4_encode(float* x, int64_t x_stride, const void* error, int64_t error_stride, int error_kind,
-                                  uint8_t* frames, int64_t frame_stride, int64_t frame_bytes, const int32_t* counts,
-                                  int64_t counts_stride, int64_t K, int64_t J, int64_t block, int isa, int threads) {
-  const Kernels* kernels = kernels_for(isa);
-  if (!kernels) return 1;
-  const EncodeJob job{x,      x_stride,      error, error_stride, static_cast<FloatKind>(error_kind), frames, frame_stride,
-                      counts, counts_stride, J,     block,        false};
-  encode_rows(kernels->int4, job, K, frame_bytes, J * block / 2, threads);
-  return 0;
-}
+// All functions of a frame whose elements take so many bits each, and which has one kind of scale.
+#define ONEBIT_FRAME(frame, bits)                                                                                       \
+  ONEBIT_API int onebit_##frame##_encode(float* x, int64_t x_stride, const void* error, int64_t error_stride,           \
+                                         int error_kind, uint8_t* frames, int64_t frame_stride, int64_t frame_bytes,    \
+                                         const int32_t* counts, int64_t counts_stride, int64_t K, int64_t J,            \
+                                         int64_t block, int isa, int threads) {                                         \
+    const Kernels* kernels = kernels_for(isa);                                                                          \
+    if (!kernels) return 1;                                                                                             \
+    const EncodeJob job{x, x_stride, error, error_stride, static_cast<FloatKind>(error_kind), frames, frame_stride,     \
+                        counts, counts_stride, J, block, false};                                                        \
+    encode_rows(kernels->frame, job, K, frame_bytes, J * block * bits / 8, threads);                                    \
+    return 0;                                                                                                           \
+  }                                                                                                                     \
+  ONEBIT_DECODES(frame)
 
-ONEBIT_API int onebit_sign_decode(const uint8_t* frames, int64_t frame_stride, float* out, int64_t out_stride, int64_t K,
-                                  int64_t J, int64_t block, double weight, double keep, int isa, int threads) {
-  const Kernels* kernels = kernels_for(isa);
-  if (!kernels) return 1;
-  const DecodeJob job{frames, frame_stride, out, out_stride, J, block, static_cast<float>(weight),
-                      static_cast<float>(keep), keep != 0.0};
-  run(kernels->sign.decode, job, K * J, threads);
-  return 0;
-}
-
-ONEBIT_API int onebit_sign_decode_mean(const uint8_t* frames, int64_t frame_stride, int64_t K, float* out, int64_t J,
-                                       int64_t block, int isa, int threads) {
-  const Kernels* kernels = kernels_for(isa);
-  if (!kernels) return 1;
-  const DecodeMeanJob job{frames, frame_stride, K, out, J, block};
-  run(kernels->sign.decode_mean, job, J, threads);
-  return 0;
-}
-
-ONEBIT_API int onebit_int8_decode(const uint8_t* frames, int64_t frame_stride, float* out, int64_t out_stride, int64_t K,
-                                  int64_t J, int64_t block, double weight, double keep, int isa, int threads) {
-  const Kernels* kernels = kernels_for(isa);
-  if (!kernels) return 1;
-  const DecodeJob job{frames, frame_stride, out, out_stride, J, block, static_cast<float>(weight),
-                      static_cast<float>(keep), keep != 0.0};
-  run(kernels->int8.decode, job, K * J, threads);
-  return 0;
-}
-
-ONEBIT_API int onebit_int4_decode(const uint8_t* frames, int64_t frame_stride, float* out, int64_t out_stride, int64_t K,
-                                  int64_t J, int64_t block, double weight, double keep, int isa, int threads) {
-  const Kernels* kernels = kernels_for(isa);
-  if (!kernels) return 1;
-  const DecodeJob job{frames, frame_stride, out, out_stride, J, block, static_cast<float>(weight),
-                      static_cast<float>(keep), keep != 0.0};
-  run(kernels->int4.decode, job, K * J, threads);
-  return 0;
-}
-
-ONEBIT_API int onebit_int8_decode_mean(const uint8_t* frames, int64_t frame_stride, int64_t K, float* out, int64_t J,
-                                       int64_t block, int isa, int threads) {
-  const Kernels* kernels = kernels_for(isa);
-  if (!kernels) return 1;
-  const DecodeMeanJob job{frames, frame_stride, K, out, J, block};
-  run(kernels->int8.decode_mean, job, J, threads);
-  return 0;
-}
-
-ONEBIT_API int onebit_int4_decode_mean(const uint8_t* frames, int64_t frame_stride, int64_t K, float* out, int64_t J,
-                                       int64_t block, int isa, int threads) {
-  const Kernels* kernels = kernels_for(isa);
-  if (!kernels) return 1;
-  const DecodeMeanJob job{frames, frame_stride, K, out, J, block};
-  run(kernels->int4.decode_mean, job, J, threads);
-  return 0;
-}
+ONEBIT_DECODES(sign)
+ONEBIT_FRAME(int8, 8)
+ONEBIT_FRAME(int4, 4)
+ONEBIT_FRAME(log4, 4)
 
 // error, residual: rows without gaps; kinds: 0 none, 1 float32, 2 bfloat16.
 

@@ -1,9 +1,9 @@
 """Kernels: the same few functions in several implementations, the same bytes from each.
 
 `BACKENDS` is the registry: the codecs' option `kernel`, `describe`, the contract tests and scripts/gpu_check.py read
-it. To add a backend, write its file (`contract.py` lists its contents) and a line here. `reference.py` and
-`int4_reference.py` are the specification; `cpu.py` is the C++ backend (built by setup.py from csrc/), `cupy.py` the one
-for CUDA tensors, compiled at run time, and `triton/` another.
+it. To add a backend, write its file (`contract.py` lists its contents) and a line here. `reference.py`,
+`int4_reference.py` and `log4_reference.py` are the specification; `cpu.py` is the C++ backend (built by setup.py from
+csrc/), `cupy.py` the one for CUDA tensors, compiled at run time, and `triton/` another.
 
 `select` gives the functions of a frame for tensors of a device, `describe` tells which backends run.
 """
@@ -19,7 +19,7 @@ from typing import Literal, overload
 import torch
 
 from . import cpu, cupy, reference, triton
-from .contract import Backend, Int4Kernel, Int8Kernel, SignKernel
+from .contract import Backend, Int4Kernel, Int8Kernel, Log4Kernel, SignKernel
 
 # "auto" takes the first that serves the device, computes the frame and is installed.
 _BACKENDS: tuple[Backend, ...] = (
@@ -46,6 +46,8 @@ def select(name: str, device: torch.device, frame: Literal["sign"] = "sign") -> 
 def select(name: str, device: torch.device, frame: Literal["int8"]) -> Int8Kernel: ...
 @overload
 def select(name: str, device: torch.device, frame: Literal["int4"]) -> Int4Kernel: ...
+@overload
+def select(name: str, device: torch.device, frame: Literal["log4"]) -> Log4Kernel: ...
 def select(name: str, device: torch.device, frame: str = "sign") -> object:
     """The functions of a frame for tensors on `device`. Raises ImportError if the backend of this name is missing."""
     if name == "auto":

@@ -51,6 +51,7 @@ class Frame:
 SIGN = Frame("sign", element_bits=1, block_multiple=64)
 INT8 = Frame("int8", element_bits=8, block_multiple=16)
 INT4 = Frame("int4", element_bits=4, block_multiple=32)
+LOG4 = Frame("log4", element_bits=4, block_multiple=32)
 
 
 def check_shape(frames_KB: Tensor, rows: int, used_bytes: int) -> None:

@@ -1,7 +1,8 @@
 """Kernels: the contract. The names that a backend has, and its functions for each frame that it computes.
 
-A backend is a module that has the names of `Backend`; `__init__.py` lists them. `reference.py` and `int4_reference.py`
-specify the functions; `tests/unit/test_kernel_contract.py` checks both for every backend of the list.
+A backend is a module that has the names of `Backend`; `__init__.py` lists them. `reference.py`, `int4_reference.py` and
+`log4_reference.py` specify the functions; `tests/unit/test_kernel_contract.py` checks both for every backend of
+the list.
 
 Shape legend: K and W rows, N elements, J blocks, B bytes.
 """
@@ -20,7 +21,7 @@ class Backend(Protocol):
     """One implementation of the frames: a module that imports no optional package.
 
     NAME: value of the codecs' option `kernel`. SERVES: device type of the tensors it takes; None: any.
-    FRAMES: the frames that it computes ("sign", "int8", "int4"), with the module of the functions of each.
+    FRAMES: the frames that it computes ("sign", "int8", "int4", "log4"), with the module of the functions of each.
     """
 
     @property
@@ -98,4 +99,16 @@ class Int4Kernel(Protocol):
     def int4_decode_mean(self, frames_KB: Tensor, out_N: Tensor, *, block: int) -> None: ...
 
 
-CONTRACTS: Mapping[str, type] = {"sign": SignKernel, "int8": Int8Kernel, "int4": Int4Kernel}
+class Log4Kernel(Protocol):
+    """The functions of the log4 frame."""
+
+    def log4_encode(
+        self, x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None, *, block: int
+    ) -> None: ...
+
+    def log4_decode(self, frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None: ...
+
+    def log4_decode_mean(self, frames_KB: Tensor, out_N: Tensor, *, block: int) -> None: ...
+
+
+CONTRACTS: Mapping[str, type] = {"sign": SignKernel, "int8": Int8Kernel, "int4": Int4Kernel, "log4": Log4Kernel}

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .arguments import INT4, INT8, SIGN, Edge, Frame, check_scale
+from .arguments import INT4, INT8, LOG4, SIGN, Edge, Frame, check_scale
 from .library import SharedLibrary
 from .operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, OwnerStep, ParamUpdate, Segments
 
 NAME = "cpu"
 SERVES = "cpu"
-FRAMES = dict.fromkeys(("sign", "int8", "int4"), ".cpu")
+FRAMES = dict.fromkeys(("sign", "int8", "int4", "log4"), ".cpu")
 
 EDGE = Edge("cpu")
 _KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2}
@@ -348,9 +348,11 @@ def _decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int, 
     )
 
 
-int8_encode, int4_encode = (functools.partial(_encode, frame) for frame in (INT8, INT4))
-int8_decode, int4_decode = (functools.partial(_decode, frame) for frame in (INT8, INT4))
-int8_decode_mean, int4_decode_mean = (functools.partial(_decode_mean, frame) for frame in (INT8, INT4))
+int8_encode, int4_encode, log4_encode = (functools.partial(_encode, frame) for frame in (INT8, INT4, LOG4))
+int8_decode, int4_decode, log4_decode = (functools.partial(_decode, frame) for frame in (INT8, INT4, LOG4))
+int8_decode_mean, int4_decode_mean, log4_decode_mean = (
+    functools.partial(_decode_mean, frame) for frame in (INT8, INT4, LOG4)
+)
 
 
 def _write_back(tensors: Sequence[Tensor | None], written: Sequence[Tensor | None]) -> None:
@@ -394,8 +396,9 @@ def _declare(library: ctypes.CDLL) -> None:
     rows = (pointer, size)
     encode = (*rows, *rows, flag, *rows, size, *rows, size, size, size)
     library.onebit_sign_encode.argtypes = (*encode, flag, flag, flag)
-    library.onebit_int8_encode.argtypes = library.onebit_int4_encode.argtypes = (*encode, flag, flag)
-    for frame in (SIGN, INT8, INT4):
+    for frame in (INT8, INT4, LOG4):
+        getattr(library, f"onebit_{frame.name}_encode").argtypes = (*encode, flag, flag)
+    for frame in (SIGN, INT8, INT4, LOG4):
         decode, decode_mean = (getattr(library, f"onebit_{frame.name}_{name}") for name in ("decode", "decode_mean"))
         decode.argtypes = (*rows, *rows, size, size, size, real, real, flag, flag)
         decode_mean.argtypes = (*rows, size, pointer, size, size, flag, flag)
@@ -430,7 +433,7 @@ def _declare(library: ctypes.CDLL) -> None:
 _library = SharedLibrary(
     Path(__file__).with_name("_kernels.so"),
     prefix="onebit",
-    abi_version=8,
+    abi_version=9,
     declare=_declare,
     log=logging.getLogger(__name__),
     without="the codecs run on the pure-torch reference, about ten times slower",

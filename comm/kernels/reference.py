@@ -84,7 +84,7 @@ from .operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, Owne
 
 NAME = "reference"
 SERVES = None
-FRAMES = {"sign": ".reference", "int8": ".reference", "int4": ".int4_reference"}
+FRAMES = {"sign": ".reference", "int8": ".reference", "int4": ".int4_reference", "log4": ".log4_reference"}
 
 LANES = 16
 _NAN_BF16 = 0x7FC0

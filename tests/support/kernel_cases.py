@@ -25,18 +25,23 @@ from kernel_inputs import (
     overlapping,
     random,
     random_counts,
+    steps_of,
 )
 from torch import Tensor
 from write_golden import PATH, frames_of
 
 from onebit.comm import ErrorFeedback, Int4Codec, Int8Codec, SignCodec, SimTransport, allreduce_mean, run_ranks
-from onebit.comm.kernels import int4_reference, reference
+from onebit.comm.kernels import reference
 from onebit.comm.kernels.operands import EncodeOutput
 
-STEPS = ("int8", "int4")
-FRAMES = ("rms", "mean_abs", *STEPS)
 WEIGHTS = ((1.0, 0.0), (0.1, 0.0), (1.0, 1.0), (0.1, 0.9), (-1.0, 1.0), (0.0, 0.5), (1.0, 1e-60))
-BLOCKS = {"rms": (64, 192, 256, 576), "mean_abs": (64, 576), "int8": (16, 192, 256, 576), "int4": (32, 192, 256, 576)}
+BLOCKS = {
+    "rms": (64, 192, 256, 576),
+    "mean_abs": (64, 576),
+    "int8": (16, 192, 256, 576),
+    "int4": (32, 192, 256, 576),
+    "log4": (32, 192, 256, 576),
+}
 """The smallest, one that is no power of two, the usual one, and one whose c no kernel keeps in registers."""
 
 CASES: dict[str, Callable[[ModuleType], None]] = {}
@@ -45,6 +50,10 @@ CASES: dict[str, Callable[[ModuleType], None]] = {}
 def case(function: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
     CASES[function.__name__] = function
     return function
+
+
+def frames_of_kernel(kernel: ModuleType) -> tuple[str, ...]:
+    return ("rms", "mean_abs", *steps_of(kernel))
 
 
 def name_of(kernel: ModuleType) -> str:
@@ -96,7 +105,7 @@ def raises(error: type[Exception], message: str, call: Callable[[], object]) -> 
 @case
 def encode_gives_the_bytes_and_residuals_of_the_reference(kernel: ModuleType) -> None:
     """All kinds of error at the smallest block: they are read the same way in a larger one."""
-    for frame in FRAMES:
+    for frame in frames_of_kernel(kernel):
         for block in BLOCKS[frame]:
             encode_both(kernel, random(2, 0), None, None, block=block, frame=frame)
             K, J = (3, 5) if block <= 256 else (2, 1)
@@ -109,7 +118,7 @@ def encode_gives_the_bytes_and_residuals_of_the_reference(kernel: ModuleType) ->
 
 @case
 def blocks_across_programs_and_rows_keep_their_places(kernel: ModuleType) -> None:
-    for frame in ("rms", *STEPS):
+    for frame in ("rms", *steps_of(kernel)):
         for block, J in ((64, 45), (192, 13), (512, 9)):
             x, counts = random(3, J * block), random_counts(3, J, block)
             frames = encode_both(kernel, x, None, counts, block=block, frame=frame)
@@ -121,7 +130,7 @@ def blocks_across_programs_and_rows_keep_their_places(kernel: ModuleType) -> Non
 def encode_counts_every_length_of_a_block(kernel: ModuleType) -> None:
     """A row per length, 0..64, and around the borders of words in 256. Padding is NaN, and must not enter anything."""
     around_words = [word + n for word in (0, 64, 128, 192, 256) for n in (-1, 0, 1) if 0 <= word + n <= 256]
-    for frame in FRAMES:
+    for frame in frames_of_kernel(kernel):
         for block, lengths in ((64, [*range(65)]), (256, [*around_words, 15, 16, 17])):
             counts = torch.tensor(lengths, dtype=torch.int32).unsqueeze(1)
             x = random(len(lengths), block)
@@ -132,7 +141,7 @@ def encode_counts_every_length_of_a_block(kernel: ModuleType) -> None:
 @case
 def decode_gives_the_floats_of_the_reference(kernel: ModuleType) -> None:
     """All weights at the smallest block: they meet values, which no longer know of blocks."""
-    for frame in ("rms", *STEPS):
+    for frame in ("rms", *steps_of(kernel)):
         for block in BLOCKS[frame]:
             is_smallest = block == BLOCKS[frame][0]
             for K, J in ((1, 1), (3, 5)) if is_smallest else ((3, 5),):
@@ -151,8 +160,8 @@ def decode_takes_any_code_and_any_scale(kernel: ModuleType) -> None:
     near = torch.cat([torch.arange(start, start + 50) for start in (0, 0x60, 0x3F80, 0x7F60, 0x7F90, 0x7FCE)])
     g = torch.Generator().manual_seed(0)
     scales = (near - 0x8000 * (torch.arange(300) % 2))[torch.randperm(300, generator=g)].to(torch.int16).view(3, J)
-    code_bytes = {"rms": J * block // 8, "int8": J * block, "int4": J * block // 2}
-    for frame in ("rms", *STEPS):
+    code_bytes = {"rms": J * block // 8, "int8": J * block, "int4": J * block // 2, "log4": J * block // 2}
+    for frame in ("rms", *steps_of(kernel)):
         frames = torch.randint(256, frames_for(3, J * block, block, frame=frame).shape, dtype=torch.uint8, generator=g)
         frames[:, code_bytes[frame] :][:, : 2 * J] = scales.view(torch.uint8)
         for weight, keep in ((1.0, 0.0), (0.0, 0.0), (2.0, 0.0), (0.3, 0.7)):
@@ -162,7 +171,7 @@ def decode_takes_any_code_and_any_scale(kernel: ModuleType) -> None:
 
 @case
 def the_old_content_of_out_is_not_read_without_keep(kernel: ModuleType) -> None:
-    for frame in ("rms", *STEPS):
+    for frame in ("rms", *steps_of(kernel)):
         frames = encode_both(kernel, random(1, 128), None, None, block=64, frame=frame)
         out = torch.full((1, 128), float("nan"))
         function(kernel, "decode", frame)(frames, out, block=64, weight=0.5, keep=0.0)
@@ -174,7 +183,7 @@ def special_values_travel_as_in_the_reference(kernel: ModuleType) -> None:
     """NaN, infinities, zeros of both signs, subnormals, squares that overflow or vanish; alone, alike and mixed."""
     special = torch.tensor(SPECIAL)
     J = len(special)
-    for frame in FRAMES:
+    for frame in frames_of_kernel(kernel):
         for block in (64,) if frame == "mean_abs" else (64, 256):
             alone = random(1, J * block) * 1e-3
             alone.view(J, block)[torch.arange(J), torch.arange(J) * 3 % block] = special
@@ -196,12 +205,12 @@ def a_nan_of_any_bits_makes_its_block_travel_as_one(kernel: ModuleType) -> None:
     """Quiet and signalling, up to all ones, whose rounding would carry over into a scale of zero."""
     payloads = torch.tensor([-1, 0x7FFFFFFF, 0x7F800001, 0x7FC00000, -0x7FFFFF, -0x400000], dtype=torch.int32)
     rows = torch.arange(len(payloads))
-    for frame in FRAMES:
+    for frame in frames_of_kernel(kernel):
         x = random(len(payloads), 64)
         x.view(torch.int32)[rows, rows * 9] = payloads
         frames = encode_both(kernel, x, None, None, block=64, frame=frame)
-        scales = {"int8": reference.int8_scales, "int4": int4_reference.int4_scales}.get(frame, reference.scales)
-        assert scales(frames, 64, block=64).isnan().all()
+        scales_at = {"int8": 64, "int4": 32, "log4": 32}.get(frame, 8)
+        assert reference.scales_at(frames, scales_at, 1).isnan().all()
 
 
 @case
@@ -212,7 +221,7 @@ def scales_round_to_bfloat16_as_in_the_reference(kernel: ModuleType) -> None:
     values = ((tops << 16)[:, None] + lows).flatten().view(torch.float32)
     counts = torch.ones(1, len(values), dtype=torch.int32)
     x = values.repeat_interleave(64).unsqueeze(0)
-    for frame in ("mean_abs", *STEPS):
+    for frame in ("mean_abs", *steps_of(kernel)):
         encode_both(kernel, x, None, counts, block=64, frame=frame)
         encode_both(kernel, -x, None, counts, block=64, frame=frame)
 
@@ -234,7 +243,7 @@ def golden_frames_are_met(kernel: ModuleType) -> None:
 @case
 def rows_of_wider_tensors_are_taken_and_their_surroundings_left_alone(kernel: ModuleType) -> None:
     block, K, N = 64, 3, 192
-    for frame in ("rms", *STEPS):
+    for frame in ("rms", *steps_of(kernel)):
         B = frames_for(1, N, block, frame=frame).shape[1]
         x_wide, error_wide, counts_wide = random(K, N + 5), random(K, N + 7, seed=1), random_counts(K, 9, block)
         at = 1 if name_of(kernel) == "cpu" else 8  # the others take frames that start at multiples of 8 bytes

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from onebit.comm import Int4Codec, Int8Codec, SignCodec
-from onebit.comm.kernels import cpu, int4_reference, reference
+from onebit.comm import Int4Codec, Int8Codec, Log4Codec, SignCodec
+from onebit.comm.kernels import cpu, int4_reference, log4_reference, reference
 
 ERRORS = (None, torch.float32, torch.bfloat16)
 
@@ -66,17 +66,23 @@ def random_counts(K: int, J: int, block: int, seed: int = 0) -> Tensor:
     return edges[torch.randint(len(edges), (K, J), generator=torch.Generator().manual_seed(seed))]
 
 
+SPECIFIED = {"int8": reference, "int4": int4_reference, "log4": log4_reference}
+
+
+def steps_of(kernel: ModuleType) -> list[str]:
+    """The frames that this kernel computes, apart from those of signs."""
+    return [frame for frame in SPECIFIED if kernel is reference or hasattr(kernel, f"{frame}_encode")]
+
+
 def function(kernel: ModuleType, name: str, frame: str) -> Callable[..., None]:
     """The kernel's encode, decode or decode_mean for a frame, without its scale option."""
-    if frame == "int8":
-        return getattr(kernel, f"int8_{name}")
-    if frame == "int4":
-        return getattr(int4_reference if kernel is reference else kernel, f"int4_{name}")
+    if frame in SPECIFIED:
+        return getattr(SPECIFIED[frame] if kernel is reference else kernel, f"{frame}_{name}")
     return partial(kernel.encode, scale=frame) if name == "encode" else getattr(kernel, name)
 
 
 def frames_for(K: int, N: int, block: int, fill: int = 0xAB, *, frame: str = "rms") -> Tensor:
-    codec = {"int8": Int8Codec, "int4": Int4Codec}.get(frame, SignCodec)(block)
+    codec = {"int8": Int8Codec, "int4": Int4Codec, "log4": Log4Codec}.get(frame, SignCodec)(block)
     return torch.full((K, codec.frame_bytes(N)), fill, dtype=torch.uint8)
 
 

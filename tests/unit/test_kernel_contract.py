@@ -16,7 +16,7 @@ from kernel_inputs import with_isa
 
 from onebit.comm import CODECS, kernels
 from onebit.comm.kernels import contract, cpu, reference
-from onebit.comm.kernels.arguments import INT4, INT8, SIGN
+from onebit.comm.kernels.arguments import INT4, INT8, LOG4, SIGN
 from onebit.comm.kernels.library import ISAS
 
 FUNCTIONS = {
@@ -35,7 +35,9 @@ def test_a_backend_says_what_it_is(name: str) -> None:
     backend = kernels.BACKENDS[name]
     assert backend.NAME == name != "auto"
     assert backend.SERVES is None or torch.device(backend.SERVES).type == backend.SERVES
-    assert {"sign"} <= set(backend.FRAMES) <= set(contract.CONTRACTS) == {frame.name for frame in (SIGN, INT8, INT4)}
+    assert (
+        {"sign"} <= set(backend.FRAMES) <= set(contract.CONTRACTS) == {frame.name for frame in (SIGN, INT8, INT4, LOG4)}
+    )
     why = backend.why_not()
     if why:
         with pytest.raises(ImportError) as raised:

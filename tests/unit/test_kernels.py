@@ -40,12 +40,13 @@ from onebit.comm.kernels import cpu, int4_reference, library, reference
 from onebit.comm.kernels.library import ISAS, SharedLibrary
 
 # The sign frame with its two scales, and the frames of whole steps.
-FRAMES = ("rms", "mean_abs", "int8", "int4")
+FRAMES = ("rms", "mean_abs", "int8", "int4", "log4")
 BLOCKS = {
     "rms": (64, 128, 192, 256),
     "mean_abs": (64, 128, 192, 256),
     "int8": (16, 48, 64, 256),
     "int4": (32, 64, 96, 256),
+    "log4": (32, 64, 96, 256),
 }
 CSRC = Path(__file__).parents[2] / "csrc"
 COMPILER = shutil.which("c++")
@@ -75,13 +76,13 @@ def restored_threads() -> Iterator[None]:
 @pytest.mark.slow
 @needs_build
 @each_isa
-@pytest.mark.parametrize("frame", ("rms", "int8", "int4"))
+@pytest.mark.parametrize("frame", ("rms", "int8", "int4", "log4"))
 def test_decode_takes_any_bits_and_any_scale(isa: str, frame: str) -> None:
     """All 65,536 scales, denormal, infinite and NaN ones too, and means of any three of them."""
     block, J = BLOCKS[frame][0], 21_846
     g = torch.Generator().manual_seed(0)
     frames = torch.randint(256, frames_for(3, J * block, block, frame=frame).shape, dtype=torch.uint8, generator=g)
-    scales_at = J * block * {"int8": 8, "int4": 4}.get(frame, 1) // 8
+    scales_at = J * block * {"int8": 8, "int4": 4, "log4": 4}.get(frame, 1) // 8
     scales = torch.randperm(3 * J, generator=g).to(torch.int16).view(3, J)
     frames[:, scales_at:][:, : 2 * J] = scales.view(torch.uint8)
     for weight, keep in ((1.0, 0.0), (0.0, 0.0), (0.3, 0.7)):
