@@ -51,6 +51,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--params", type=number, default=25e6, metavar="N")
     add("--compute", type=float, default=0.3, metavar="SECONDS", help="of a step's forward and backward")
     add("--budget", type=float, default=60.0, metavar="SECONDS", help="of a method, once each of its phases has come")
+    add("--record", type=record_path, metavar="FILE", help="write the seconds there, as a table")
     add = commands.add_parser("report", help="join both").add_argument
     add("--losses", type=Path, required=True, metavar="FILE")
     add("--seconds", type=Path, required=True, metavar="FILE")
@@ -81,6 +82,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         seconds.time_on(
             args.rates, args.hosts, args.params, args.compute, args.ways, args.budget, args.results, args.backend
         )
+        text = seconds.table(seconds.read(args.results))
+        print(text)
+        if args.record is not None:
+            write_record(args.record, text, args.results)
     else:
         _report(args)
 

@@ -99,6 +99,32 @@ def read(path: Path) -> list[Timed]:
     return [Timed(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def table(timed: Sequence[Timed]) -> str:
+    """Markdown: the seconds of a step of each way on each network, of the phase that most steps are in; in brackets
+    those of the others."""
+    rates = list(dict.fromkeys(each.rate for each in timed))
+    first = timed[0]
+    lines = [
+        "# Seconds of a step",
+        "",
+        f"{first.params / 1e6:g} M parameters, {first.hosts} emulated hosts, {first.compute_s:g} s of sleep as "
+        f"compute, revision {first.revision}. torch's own optimizers are fused, and every process keeps the memory "
+        'that it frees. Every step of a row "clipped" is clipped.',
+        "",
+        f"| | {' | '.join(rates)} |",
+        f"| --- |{' ---: |' * len(rates)}",
+    ]
+    for way in dict.fromkeys(each.way for each in timed):
+        of = {each.rate: each.seconds for each in timed if each.way == way}
+        cells = []
+        for rate in rates:
+            main = WAYS[way].phases[-1]
+            others = ", ".join(f"{phase} {s:.2f}" for phase, s in of.get(rate, {}).items() if phase != main)
+            cells.append(f"{of[rate][main]:.3f}{f' ({others})' if others else ''}" if rate in of else "")
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 # ---------------------------------------------------------------- one rank
 
 

@@ -8,7 +8,7 @@ take different times, and a run has so many of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -87,6 +87,19 @@ def _power_sgd(rank: int) -> Way:
         full_steps=2,
         needs_group=True,
     )
+
+
+def _clipped(way: Way) -> Way:
+    """The same in seconds, with its mean gradient clipped in every step; its losses are not clipped."""
+
+    def timed(model: EmulatedModel, transport: Transport) -> Contender:
+        assert way.timed is not None
+        contender = way.timed(model, transport)
+        assert isinstance(contender, Ddp)
+        contender.max_grad_norm = 1e-3
+        return contender
+
+    return replace(way, name=f"{way.name}, clipped", timed=timed, make=None, loss_of=way.loss_of or way.name)
 
 
 def _demo() -> Way:
@@ -264,7 +277,9 @@ WAYS = {
         _alone(),
         Way("DDP float32", Ddp, _dense, is_one_worker=True, needs_group=True),
         Way("DDP bfloat16", DdpBfloat16, loss_of="DDP float32", needs_group=True),
+        _clipped(Way("DDP bfloat16", DdpBfloat16, loss_of="DDP float32", needs_group=True)),
         _power_sgd(1),
+        _clipped(_power_sgd(1)),
         _power_sgd(4),
         _demo(),
         *_DEEPSPEED,
@@ -276,7 +291,7 @@ WAYS = {
             for every in (8, 32, 128)
         ),
         _ours("OnebitAdam", onebit.OnebitAdam, _ADAM),
-        _ours("OnebitAdam, clipped", onebit.OnebitAdam, _ADAM, max_grad_norm=1.0),
+        _ours("OnebitAdam, clipped", onebit.OnebitAdam, _ADAM, {"max_grad_norm": 1e-3}, max_grad_norm=1.0),
         _ours("OnebitAdam, buckets of 64 MiB", onebit.OnebitAdam, _ADAM, bucket_cap_mb=64.0),
         _ours("OnebitAdam, four-bit warm-up", onebit.OnebitAdam, _ADAM, warmup_codec=Log4Codec()),
         _ours("OnebitAdam, delay 1", onebit.OnebitAdam, _ADAM, delay=1),

@@ -223,7 +223,10 @@ def test_steps_are_timed_on_emulated_hosts(tmp_path: Path) -> None:
     ways = ["DDP float32", "OnebitAdam", "OnebitAdam, delay 1", "local steps in one bit, H = 8"]
     ways += ["ZeroOneAdam, H = 8", "local steps in one bit, H = 32, a tenth at 4"]
     small = ["--rates", "100mbit", "--hosts", "2", "--params", "1e5", "--compute", "0.01", "--budget", "1"]
-    main(["seconds", "--results", str(tmp_path / "s.jsonl"), "--ways", *ways, *small])
+    ways += ["PowerSGD rank 1, clipped", "OnebitAdam, clipped"]
+    record = tmp_path / "s.md"
+    main(["seconds", "--results", str(tmp_path / "s.jsonl"), "--record", str(record), "--ways", *ways, *small])
+    assert all(f"\n| {way} | 0.0" in record.read_text() for way in ways)
     lines = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
     assert [line["way"] for line in lines] == ways
     for line in lines:

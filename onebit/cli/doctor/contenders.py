@@ -114,9 +114,14 @@ class Contender(ABC):
 
 
 class Ddp(Contender):
-    """DistributedDataParallel with its defaults, buckets of 25 MiB, then AdamW."""
+    """DistributedDataParallel with its defaults, buckets of 25 MiB, then AdamW.
+
+    Attributes:
+        max_grad_norm: Norm to which the mean gradient is clipped. Default 0: it is not.
+    """
 
     bucket_cap_mb: float | None = None
+    max_grad_norm: float = 0.0
 
     def __init__(self, model: EmulatedModel, transport: Transport):
         super().__init__(model, transport)
@@ -130,6 +135,8 @@ class Ddp(Contender):
         self.ddp().backward()
 
     def update(self) -> float:
+        if self.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(self.ddp.parameters(), self.max_grad_norm, foreach=True)
         self.optimizer.step()
         return 0.0
 
