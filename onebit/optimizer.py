@@ -394,7 +394,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if self._clips_before_sending:
             ballot = self._cast(scale, resends)
             self._read(ballot)
-            self._sent_factor = self._factor_by(ballot, scale, resends)
+            self._sent_factor = self.stats.clip_factor = self._factor_by(ballot, scale, resends)
             if not math.isfinite(self._sent_factor):
                 return None
         self._launch_rest(scale * self._sent_factor)

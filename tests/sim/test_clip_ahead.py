@@ -168,6 +168,24 @@ def test_a_step_that_is_sent_twice_is_that_of_one_sent_when_the_norm_is_known(
     assert not any(left or resends for *_, left, resends in known[STEPS - 5 :])
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+def test_what_a_step_is_clipped_by_is_remembered(delay: int) -> None:
+    def ours(transport: SimTransport) -> tuple[float, float]:
+        params, average = starting_point(), 0.0
+        optimizer = new(onebit.OnebitAdam, params, transport, 20.0, delay=delay)
+        for step in range(20):
+            backward(params, step, transport.rank, 50.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.stats.clip_factor == pytest.approx(20.0 / (optimizer.stats.grad_norm + 1e-6), rel=1e-12)
+            average = BETA1 * average + (1 - BETA1) * optimizer.stats.clip_factor
+        optimizer.sync()
+        return average, optimizer.clipper.average[0]
+
+    for expected, got in run_ranks(2, ours):
+        assert got == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("at", [4, 20, 26])
 def test_a_resumed_run_goes_on_to_the_bit(at: int) -> None:
     without, told = run_ranks(2, lambda transport: train(transport, 20.0))[1]
