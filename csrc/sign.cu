@@ -296,32 +296,70 @@ struct MomentumSource {
   u32 g[kBatch], d[kBatch], old[kPacked ? 1 : kBatch];
   Signs signs;
 
-  __device__ __forceinline__ void load(int row) {
+  __device__ __forceinline__ void load_gradients(int row) {
     const int at = row * kLanes + lane();
     load_raw(g, grad, grad_kind, grad_at + at, grad_left - at);
     load_raw(d, D, kFloat32, at);
+  }
+  __device__ __forceinline__ void load(int row) {
+    load_gradients(row);
     if constexpr (kPacked)
       signs.load(m_bits, row);
     else
-      load_raw(old, m, kFloat32, at);
+      load_raw(old, m, kFloat32, row * kLanes + lane());
+  }
+  __device__ __forceinline__ float divisor(int r) const {
+    const float number = __uint_as_float(d[r]);
+    return kVariance ? __fsqrt_rn(fmaxf(number * correction, floor)) + eps : number;
+  }
+  __device__ __forceinline__ float normalised(float mine, float divisor) const {
+    return __fdiv_rn(mine, __fsqrt_rn(divisor * divisor + (mine * mine) * own));
+  }
+  __device__ __forceinline__ float before(int r) const {
+    if constexpr (kPacked)
+      return signs.value(r, m_scale);
+    else
+      return __uint_as_float(old[r]);
   }
   __device__ __forceinline__ void compute(float* c) {
     widen(g, grad_kind);
 #pragma unroll
-    for (int r = 0; r < kBatch; ++r) {
-      const float mine = __uint_as_float(g[r]) * unscale;
-      float divisor = __uint_as_float(d[r]);
-      if (kVariance) divisor = __fsqrt_rn(fmaxf(divisor * correction, floor)) + eps;
-      const float y = __fdiv_rn(mine, __fsqrt_rn(divisor * divisor + (mine * mine) * own));
-      float before;
-      if constexpr (kPacked)
-        before = signs.value(r, m_scale);
-      else
-        before = __uint_as_float(old[r]);
-      c[r] = y * add + before * keep;
-    }
+    for (int r = 0; r < kBatch; ++r)
+      c[r] = normalised(__uint_as_float(g[r]) * unscale, divisor(r)) * add + before(r) * keep;
   }
 };
+
+// kBatch rows of a block's residual, from element `flat` on, as if the gradients had had the factor `again`.
+template <class Source>
+__device__ __forceinline__ void correct_rows(Source& source, int row, float again, void* residual, int kind, i64 flat) {
+  const i64 at = flat + row * kLanes + lane();
+  u32 held[kBatch];
+  float values[kBatch];
+  load_raw(held, residual, kind, at);
+  source.load_gradients(row);
+  widen(held, kind);
+  widen(source.g, source.grad_kind);
+#pragma unroll
+  for (int r = 0; r < kBatch; ++r) {
+    const float g = __uint_as_float(source.g[r]), d = source.divisor(r);
+    const float more = source.normalised(g * again, d) - source.normalised(g * source.unscale, d);
+    values[r] = __uint_as_float(held[r]) + more * source.add;
+  }
+  store_floats(residual, kind, at, values);
+}
+
+// Of kBatch rows: g² and g·(m·D), added to this lane's sums.
+template <class Source>
+__device__ __forceinline__ void add_rows(Source& source, int row, float& squares, float& products) {
+  source.load(row);
+  widen(source.g, source.grad_kind);
+#pragma unroll
+  for (int r = 0; r < kBatch; ++r) {
+    const float g = __uint_as_float(source.g[r]);
+    squares = squares + g * g;
+    products = products + g * (source.before(r) * source.divisor(r));
+  }
+}
 
 // kBatch rows of a block's local step. start: of the block in its parameter, of which `left` elements lie in it.
 template <class Source>
@@ -693,5 +731,61 @@ ONEBIT_KERNEL sign_owner_step(const u8* received, i64 received_stride, i64 K, i6
 
 ONEBIT_LOCAL_STEP(local_step, false)
 ONEBIT_LOCAL_STEP(local_step_variance, true)
+
+// Rule 11, for both forms of D.
+#define ONEBIT_CORRECT_RESIDUAL(NAME, VARIANCE)                                                                         \
+  ONEBIT_KERNEL NAME(const int* owners, const i64* grads, const i64* first, i64 S, const float* D, const float* floor,  \
+                     float correction, float eps, float add, float own, float unscale, float again, void* residual,     \
+                     i64 residual_kind, i64 blocks) {                                                                   \
+    const Place at(static_cast<u32>(blocks), static_cast<u32>(blocks));                                                 \
+    const int s = owners[at.b];                                                                                         \
+    if (!at.inside || s < 0) return;                                                                                    \
+    const i64 flat = static_cast<i64>(at.b) * kBlock;                                                                   \
+    const sign::Pointers tensors{owners, grads, first, static_cast<int>(S)};                                            \
+    sign::MomentumSource<false, VARIANCE> source;                                                                       \
+    source.grad_kind = tensors.kind(s), source.grad = reinterpret_cast<const void*>(grads[s]);                          \
+    source.grad_at = tensors.start(s, at.b), source.grad_left = tensors.left(s, at.b);                                  \
+    source.D = D + flat, source.correction = correction, source.eps = eps;                                              \
+    source.floor = VARIANCE ? floor[at.b] : 0.0f;                                                                       \
+    source.add = add, source.own = own, source.unscale = unscale;                                                       \
+    if (source.grad_kind == kNone) return;                                                                              \
+    _Pragma("unroll 1") for (int row = 0; row < kRows; row += kBatch)                                                   \
+      sign::correct_rows(source, row, again, residual, static_cast<int>(residual_kind), flat);                          \
+  }
+
+ONEBIT_CORRECT_RESIDUAL(correct_residual, false)
+ONEBIT_CORRECT_RESIDUAL(correct_residual_variance, true)
+
+// Rule 12, for both forms of m and of D.
+#define ONEBIT_MOMENTUM_SUMS(NAME, PACKED, VARIANCE)                                                                    \
+  ONEBIT_KERNEL NAME(const int* owners, const i64* grads, const i64* first, i64 S, const float* D, const float* floor,  \
+                     float correction, float eps, const void* m, i64 m_stride, float* sums, i64 K, i64 J) {             \
+    const Place at(static_cast<u32>(K * J), static_cast<u32>(J));                                                       \
+    const i64 flat = static_cast<i64>(at.b) * kBlock;                                                                   \
+    const int s = owners[at.b];                                                                                         \
+    const sign::Pointers tensors{owners, grads, first, static_cast<int>(S)};                                            \
+    sign::MomentumSource<PACKED, VARIANCE> source;                                                                      \
+    source.grad_kind = s < 0 ? kNone : tensors.kind(s);                                                                 \
+    source.grad = s < 0 ? nullptr : reinterpret_cast<const void*>(grads[s]);                                            \
+    source.grad_at = s < 0 ? 0 : tensors.start(s, at.b), source.grad_left = s < 0 ? 0 : tensors.left(s, at.b);          \
+    source.D = D + flat, source.correction = correction, source.eps = eps;                                              \
+    source.floor = VARIANCE ? floor[at.b] : 0.0f;                                                                       \
+    if (PACKED) {                                                                                                       \
+      const u8* m_frame = static_cast<const u8*>(m) + at.k * m_stride;                                                  \
+      source.m_bits = m_frame + at.j * sign::kBitBytes;                                                                 \
+      source.m_scale = float_from_bf16(*sign::scale_of(m_frame, J, at.j));                                              \
+    } else {                                                                                                            \
+      source.m = static_cast<const float*>(m) + flat;                                                                   \
+    }                                                                                                                   \
+    float squares = 0.0f, products = 0.0f;                                                                              \
+    _Pragma("unroll 1") for (int row = 0; row < kRows; row += kBatch) sign::add_rows(source, row, squares, products);   \
+    const float of_squares = sign::sum_in_halves(squares), of_products = sign::sum_in_halves(products);                 \
+    if (at.inside && lane() < 2) sums[2 * static_cast<i64>(at.b) + lane()] = lane() == 0 ? of_squares : of_products;    \
+  }
+
+ONEBIT_MOMENTUM_SUMS(sign_momentum_sums, false, false)
+ONEBIT_MOMENTUM_SUMS(sign_momentum_sums_variance, false, true)
+ONEBIT_MOMENTUM_SUMS(sign_momentum_sums_packed, true, false)
+ONEBIT_MOMENTUM_SUMS(sign_momentum_sums_packed_variance, true, true)
 
 #endif

@@ -28,7 +28,6 @@ import numpy
 import torch
 from torch import Tensor
 
-from . import reference
 from .arguments import INT4, INT8, SIGN, Edge, Frame, check_scale
 from .gpu_tables import Table, address, current_stream, kind, readable, write_back
 from .operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
@@ -221,8 +220,49 @@ def local_step(step: LocalStep, *, block: int) -> None:
     write_back(step.params, written)
 
 
-# Torch's operations, several passes instead of one, in steps that are clipped.
-correct_residual, momentum_sums = reference.correct_residual, reference.momentum_sums
+def correct_residual(momentum: MomentumInputs, factor: float, residual_KN: Tensor, *, block: int) -> None:
+    """Residual ← what it would be if the gradients had been sent with `factor` times theirs (rule 11). One pass."""
+    K, J = EDGE.check_correct_residual(momentum, residual_KN, block=block)
+    D, floor, correction, eps = momentum.divisor
+    weights, device = momentum.weights, residual_KN.device
+    table = Table(readable(momentum.grads), momentum.segments, K * J, device)
+    scales = weights.add, weights.own, weights.unscale, weights.unscale * factor
+    _launch(
+        f"correct_residual{'' if floor is None else '_variance'}",
+        device,
+        block,
+        K * J,
+        *_tensors(table),
+        D.data_ptr(),
+        address(floor),
+        numpy.float32(correction),
+        numpy.float32(eps),
+        *(numpy.float32(scale) for scale in scales),
+        *_typed(residual_KN),
+        K * J,
+    )
+
+
+def momentum_sums(momentum: MomentumInputs, sums_KJ2: Tensor, *, block: int) -> None:
+    """Sums ← those of g² and g·(m·D) of each block (rule 12). One pass."""
+    K, J = EDGE.check_momentum_sums(SIGN, momentum, sums_KJ2, block=block)
+    D, floor, correction, eps = momentum.divisor
+    table = Table(readable(momentum.grads), momentum.segments, K * J, sums_KJ2.device)
+    _launch(
+        f"sign_momentum_sums{'_packed' if momentum.is_packed else ''}{'' if floor is None else '_variance'}",
+        sums_KJ2.device,
+        block,
+        K * J,
+        *_tensors(table),
+        D.data_ptr(),
+        address(floor),
+        numpy.float32(correction),
+        numpy.float32(eps),
+        *_rows(momentum.old),
+        sums_KJ2.data_ptr(),
+        K,
+        J,
+    )
 
 
 def encode_gradients(step: GradientSum, *, block: int, scale: str) -> None:

@@ -148,8 +148,6 @@ class GradientNorm:
     def own_sums_on_device(self, scale: float) -> Tensor:
         """`own_sums` for a model in one piece, as a tensor on the device; see `gradient_sums`."""
         device = self._buckets[0].device
-        if not self._is_fused:
-            return gradient_sums(self._whole_buckets(), [1.0] * len(self._buckets), scale, device)
         sums: list[Tensor] = []
         weights, others = [], []
         for bucket in self._buckets:
@@ -163,18 +161,15 @@ class GradientNorm:
             sums += sums_WJ2.sum((0, 1), dtype=torch.float64).unbind()
             weights += [scale * scale, scale * factor]
         total = sums_in_turn(sums, weights, device, columns=2)
-        if others:
+        if others and device.type == "cpu":
             total = total + gradient_sums(self._gradients_and_momenta(others), self._shares(others), scale, device)
+        elif others:
+            total = total + gradient_sums(self._whole(others), [1.0] * len(others), scale, device)
         return total
 
-    @property
-    def _is_fused(self) -> bool:
-        """Whether `momentum_sums` is one pass over memory."""
-        return self._buckets[0].device.type == "cpu"
-
-    def _whole_buckets(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _whole(self, buckets: Iterable[Bucket]) -> Iterator[tuple[Tensor, Tensor]]:
         """The gradients and the momentum of every bucket, flat. On a GPU one product of each parameter costs more."""
-        for bucket in self._buckets:
+        for bucket in buckets:
             m = self._rule.momentum(bucket)
             flat = torch.zeros_like(m)
             pairs = zip(bucket.layout.views(flat), bucket.masked_gradients(), strict=True)

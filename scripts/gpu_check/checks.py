@@ -153,6 +153,13 @@ def check_fused(kernel: ModuleType, device: torch.device, case: fused_cases.Case
         fused_cases.check_owner_step(kernel.owner_step, case, ranks=ranks, each=each, with_D=each, device=str(device))
     for anchored in (False, True):
         fused_cases.check_local_step(kernel.local_step, case, variance=anchored, anchored=anchored, device=str(device))
+        error = torch.bfloat16 if anchored else torch.float32
+        fused_cases.check_correct_residual(
+            kernel.correct_residual, case, error=error, variance=anchored, device=str(device)
+        )
+        fused_cases.check_momentum_sums(
+            kernel.momentum_sums, case, packed=not anchored, variance=anchored, device=str(device)
+        )
 
 
 def kernel_checks(setting: Setting) -> Iterator[Outcome]:

@@ -36,6 +36,8 @@ _FUSED = (
     "apply",
     "local_step",
     "owner_step",
+    "correct_residual",
+    "momentum_sums",
 )
 _local = threading.local()
 

@@ -376,6 +376,16 @@ def owner_step_gives_the_variance_and_direction_of_the_reference(kernel: ModuleT
 
 
 @case
+def what_clipping_needs_is_that_of_the_reference(kernel: ModuleType) -> None:
+    for i, each in enumerate(FUSED):
+        for variance in (False, True):
+            error = (torch.float32, torch.bfloat16)[(i + variance) % 2]
+            fused_cases.check_correct_residual(kernel.correct_residual, each, error=error, variance=variance)
+            for packed in (False, True):
+                fused_cases.check_momentum_sums(kernel.momentum_sums, each, packed=packed, variance=variance)
+
+
+@case
 def local_step_gives_the_state_and_parameters_of_the_reference(kernel: ModuleType) -> None:
     for each in FUSED:
         for variance, anchored in itertools.product((False, True), repeat=2):

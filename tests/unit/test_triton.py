@@ -168,6 +168,21 @@ def local_step(block: int, *, dtypes: tuple[torch.dtype, ...] = FLOATS[:1]) -> N
     backend().local_step(LocalStep(made_of, flats[2], flats[3], tensors, weight=0.01, kept=0.999), block=block)
 
 
+def correct_residual(block: int, *, residual: torch.dtype = torch.float32) -> None:
+    (tensors, segments), flats = pieces(block, FLOATS), [rows(block) for _ in range(3)]
+    D = Variance(flats[0], torch.zeros(2, 2), 1.25, 1e-8) if residual == torch.float32 else flats[0]
+    made_of = MomentumInputs(tensors, segments, D, flats[1], fused_cases.WEIGHTS)
+    backend().correct_residual(made_of, 0.7, flats[2].to(residual), block=block)
+
+
+def momentum_sums(block: int, *, packed: bool) -> None:
+    (tensors, segments), flats = pieces(block, FLOATS), [rows(block) for _ in range(2)]
+    D = flats[0] if packed else Variance(flats[0], torch.zeros(2, 2), 1.25, 1e-8)
+    old = frames_for(2, 2 * block, block) if packed else flats[1]
+    made_of = MomentumInputs(tensors, segments, D, old, fused_cases.WEIGHTS)
+    backend().momentum_sums(made_of, torch.zeros(2, 2, 2), block=block)
+
+
 def owner_step(block: int, *, each: bool = False) -> None:
     chunk = [rows(block)[0] for _ in range(4)]
     corrections = torch.ones(2, 2) if each else (1.5, 2.5)
@@ -203,6 +218,10 @@ COMPILED: dict[str, tuple[Callable[[int], None], int]] = {
     "apply, every type": (partial(apply, dtypes=FLOATS), 256),
     "local_step": (local_step, 256),
     "local_step, every type": (partial(local_step, dtypes=FLOATS), 64),
+    "correct_residual": (correct_residual, 256),
+    "correct_residual, bfloat16": (partial(correct_residual, residual=torch.bfloat16), 64),
+    "momentum_sums": (partial(momentum_sums, packed=True), 256),
+    "momentum_sums, a variance, float32 momentum": (partial(momentum_sums, packed=False), 64),
     "owner_step": (owner_step, 256),
     "owner_step, corrections of each block": (partial(owner_step, each=True), 64),
     "int8_encode": (partial(encode_steps, frame="int8"), 256),
@@ -293,7 +312,7 @@ def test_compiles_to_operations_that_round_once(name: str, capability: int) -> N
 def test_floats_move_16_bytes_at_a_time(name: str) -> None:
     """Of rows that start at multiples of 16 bytes, which torch's allocations and the optimizers' buckets do."""
     ptx = ptx_of(name, 90)
-    assert "st.global.v4.b32" in ptx or "stays" in name  # signs alone
+    assert "st.global.v4.b32" in ptx or "stays" in name or "sums" in name  # signs, or two floats a block, alone
     assert "encode" not in name or "ld.global.v4.b32" in ptx
 
 

@@ -2,7 +2,7 @@
 
 Each function makes one pass over memory. `encode.py` has the one loop that encodes, `codes.py` the differences between
 the frames, `momentum.py` and `mean.py` the inputs that an optimizer's step encodes, `decode.py` and `apply.py` decoding
-and updates, `local.py` a step without frames, `owner.py` the step of a chunk's owner.
+and updates, `local.py` a step without frames, `owner.py` the step of a chunk's owner, `clip.py` what clipping needs.
 Rests on Triton, which is imported with this module; arguments are checked in `arguments.py`.
 
 Where Triton would round differently from rule 2 of reference.py: a / b and sqrt are approximate (div_rn and sqrt_rn are
@@ -15,9 +15,9 @@ from __future__ import annotations
 import functools
 
 from ..arguments import INT4, INT8, SIGN
-from ..reference import correct_residual, momentum_sums  # torch's operations, as in cupy.py
 from . import decode as triton_decode
 from .apply import apply
+from .clip import correct_residual, momentum_sums
 from .encode import encode, int4_encode, int8_encode
 from .gradients import encode_gradients
 from .local import local_step

@@ -149,7 +149,7 @@ def encode_blocks(
     ROWS: tl.constexpr = 4 if BITS == 1 else 1
     STEP: tl.constexpr = 16 * ROWS
     SCALES: tl.constexpr = BLOCK * BITS // 16  # halves of a block's codes
-    blocks = _blocks(K, J, inputs, P)
+    blocks = blocks_of(K, J, inputs, P)
     places = None if source.locate is None else source.locate(source.operands, blocks, BLOCK)
     counts_at = None if to.counts is None else to.counts.at + blocks.k * to.counts.stride + blocks.j
     out = Outputs(
@@ -194,7 +194,7 @@ def encode_blocks(
 
 
 @triton.jit
-def _blocks(K: tl.tensor, J: tl.tensor, inputs: tl.tensor, P: tl.constexpr) -> Blocks:
+def blocks_of(K: tl.tensor, J: tl.tensor, inputs: tl.tensor, P: tl.constexpr) -> Blocks:
     b = tl.program_id(0) * P + tl.arange(0, P)
     inside = b < K * J
     lane = tl.arange(0, 16)[None, :]

@@ -79,18 +79,22 @@ def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, 
     K, J = EDGE.check_encode_momentum(SIGN, momentum, out, block=block)
     if K * J == 0:
         return
-    table = Table(readable(momentum.grads), momentum.segments, K * J, out.residual_KN.device)
+    table = Table(readable(momentum.grads), momentum.segments, K * J, out.residual_KN.device)  # keeps copies alive
+    source = Source(locate_momentum, momentum_rows, operands_of(momentum, table))
+    launch_encode(source, out, K, J, inputs=len(momentum.grads), frame=SIGN, block=block, scale=scale)
+
+
+def operands_of(momentum: MomentumInputs, grads: Table) -> Momentum:
+    """For kernels. grads: the gradients, which the caller keeps until the launch."""
     D, floor, correction, eps = momentum.divisor
     weights, old = momentum.weights, momentum.old
-    operands = Momentum(
-        grads=tensors_of(table),
+    return Momentum(
+        grads=tensors_of(grads),
         divisor=Divisor(rows_of(D), floor, correction, eps),
         frames=frames_of(SIGN, old) if momentum.is_packed else None,
         old=None if momentum.is_packed else rows_of(old),
         weights=Weights(weights.keep, weights.add, weights.own, weights.unscale),
     )
-    source = Source(locate_momentum, momentum_rows, operands)
-    launch_encode(source, out, K, J, inputs=len(momentum.grads), frame=SIGN, block=block, scale=scale)
 
 
 @triton.jit
@@ -144,13 +148,27 @@ def _momentum_row(
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """Row q of the word, from element `at` of each block on."""
-    divisor, weights = momentum.divisor, momentum.weights
+    weights = momentum.weights
+    d, m = divisor_row(momentum, places, blocks, at), old_row(places, blocks, word, at, q)
+    g = load_where_they_lie(momentum.grads, places.grads, at, blocks.lane, BLOCK) * weights.unscale
+    return tl.div_rn(g, tl.sqrt_rn(d * d + (g * g) * weights.own)) * weights.add + m * weights.keep
+
+
+@triton.jit
+def divisor_row(momentum: Momentum, places: Places, blocks: Blocks, at: tl.tensor) -> tl.tensor:
+    """D of the row from element `at` of each block on."""
+    divisor = momentum.divisor
     d = tl.load(places.D_at + at, mask=blocks.mask, other=1.0)
+    if divisor.floor is not None:
+        d = tl.sqrt_rn(tl.maximum(d * divisor.correction, places.floor[:, None])) + divisor.eps
+    return d
+
+
+@triton.jit
+def old_row(places: Places, blocks: Blocks, word: tl.tensor, at: tl.tensor, q: tl.constexpr) -> tl.tensor:
+    """m of the row from element `at` of each block on, which is row q of the word."""
     if word is None:
         m = tl.load(places.old + at, mask=blocks.mask, other=0.0)
     else:
         m = signed_row(word, places.old.scale, blocks.lane, q)
-    g = load_where_they_lie(momentum.grads, places.grads, at, blocks.lane, BLOCK) * weights.unscale
-    if divisor.floor is not None:
-        d = tl.sqrt_rn(tl.maximum(d * divisor.correction, places.floor[:, None])) + divisor.eps
-    return tl.div_rn(g, tl.sqrt_rn(d * d + (g * g) * weights.own)) * weights.add + m * weights.keep
+    return m
