@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import math
 import os
 import statistics
 import struct
@@ -146,7 +147,7 @@ def work() -> None:
         contender = way.timed(model, transport)
         began = time.monotonic()
         timed = _by_cycle if way.cycle > 1 else _by_phase
-        taken = timed(way, contender, transport, lambda began=began: time.monotonic() - began > asked["budget_s"])
+        taken = timed(way, contender, transport, asked["budget_s"])
         if transport.rank == 0:
             print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
             seconds = {phase: statistics.median(times) for phase, times in taken.items()}
@@ -159,28 +160,27 @@ def work() -> None:
 
 
 def _by_phase(
-    way: Way,
-    contender: Contender,
-    transport: Transport,
-    is_late: Callable[[], bool],
-    repeats: int = 3,
+    way: Way, contender: Contender, transport: Transport, budget_s: float, repeats: int = 8
 ) -> dict[str, list[float]]:
-    """Seconds of steps, by phase; of the first step none.
+    """Seconds of steps, by phase; of the first step none, nor of the first in the last phase of `way`, which allocates.
 
-    Until every phase has come, and then until the last of `way.phases` has come so often or it is late on some rank.
+    Until every phase has come, and then until the last of them has come so often or the budget is spent on some rank.
     """
     taken: dict[str, list[float]] = {}
+    last, began = way.phases[-1], math.inf
     for step in range(LONGEST):
         seconds = _slowest(transport, lambda: _step(contender))
         phase = "warmup" if step < way.full_steps else phase_of(contender.optimizer)
         if step > 0:
             taken.setdefault(phase, []).append(seconds)
-        has_all = all(phase in taken for phase in way.phases)
-        has_enough = len(taken.get(way.phases[-1], ())) >= repeats
-        if has_all and (has_enough or _any(transport, is_late)):
-            break
+        if all(phase in taken for phase in way.phases):
+            began = min(began, time.monotonic())
+            if len(taken[last]) >= repeats or _any(transport, time.monotonic() - began > budget_s):
+                break
+    if last in taken:
+        taken[last] = taken[last][1:] or taken[last]
     if way.run > 1:
-        taken[way.phases[-1]] = _by_run(way, contender, transport)
+        taken[last] = _by_run(way, contender, transport)
     return taken
 
 
@@ -199,16 +199,15 @@ def _by_run(way: Way, contender: Contender, transport: Transport, runs: int = 2)
     return [_slowest(transport, run) / way.run for _ in range(runs)]
 
 
-def _by_cycle(
-    way: Way, contender: Contender, transport: Transport, is_late: Callable[[], bool]
-) -> dict[str, list[float]]:
+def _by_cycle(way: Way, contender: Contender, transport: Transport, budget_s: float) -> dict[str, list[float]]:
     """Seconds of a step, mean over a cycle; of the first cycle of a length none, whose traffic is the first.
 
     Of two lengths of cycles, S and E: a step without a round, and one with it, as S·t_S and E·t_E have one each.
     """
+    began = time.monotonic()
     start = _cycles(way.start_cycle, STARTS, contender, transport) if way.start_cycle else []
     main = _cycles(way.cycle, 2, contender, transport)
-    if way.cycle <= 32 and not _any(transport, is_late):
+    if way.cycle <= 32 and not _any(transport, time.monotonic() - began > budget_s):
         main += _cycles(way.cycle, 1, contender, transport, skipped=0)
     if not start:
         return {PLAIN: [s / way.cycle for s in main]}
@@ -232,9 +231,9 @@ def _step(contender: Contender) -> None:
     contender.optimizer.zero_grad()
 
 
-def _any(transport: Transport, holds: Callable[[], bool]) -> bool:
+def _any(transport: Transport, holds: bool) -> bool:
     """Whether it holds on some rank. All ranks."""
-    return any(map(any, gather_bytes(transport, bytes([holds()]), transport.device)))
+    return any(map(any, gather_bytes(transport, bytes([holds]), transport.device)))
 
 
 def _slowest(transport: Transport, act: Callable[[], object]) -> float:
