@@ -79,8 +79,8 @@ class CommonOptions(SharedOptions, total=False):
     the script and its checkpoints are those of several ranks.
 
     max_grad_norm: exact while gradients are exchanged; otherwise the norm is estimated from each rank's norm and its
-        product with the momentum. Buckets leave before it is known, with the factor that earlier steps let expect; what
-        that was wrong by is sent with the next step. If it was more than twice too large, all are sent once more.
+        product with the momentum. Buckets leave before it is known, with the average factor of earlier steps; the next
+        step makes up for the difference. If the factor was more than twice too large, all are sent once more.
     model_parallel_group: if the parameters are DTensors and each rank of the transport holds the same shard of another
         replica (`onebit.zero.grid`), the transport between the shards of one replica; if others hold other layers, the
         grid's `ModelParallelGroup`. It carries messages about the whole model: 8 to 32 bytes a step to each peer, and

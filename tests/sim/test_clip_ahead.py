@@ -1,4 +1,4 @@
-"""Clipped steps leave during backward, with an expected factor; what it was wrong by goes into the worker error."""
+"""Clipped steps leave during backward with an expected factor, and the worker error makes up for the difference."""
 
 from __future__ import annotations
 
