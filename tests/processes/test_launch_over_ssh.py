@@ -71,6 +71,7 @@ class Launch:
         return subprocess.Popen(
             [sys.executable, "-m", "onebit", "launch", *options, "--master_port", port, *words],
             cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
         )  # fmt: skip
 
     def run(self, *words: str, **options: object) -> tuple[int, str, str]:

@@ -525,7 +525,7 @@ def test_sums_on_the_device_are_those_of_the_host_to_the_bit(shares: tuple[float
 
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_sums_of_whole_buckets_are_those_of_their_parameters(has_mask: bool) -> None:
-    """What a GPU computes: a missing gradient counts as zero, and one in another dtype is read as float32."""
+    """And so are those of kernels: a missing gradient counts as zero, and one in another dtype is read as float32."""
     params = [nn.Parameter(torch.randn(shape)) for shape in ((7, 3), (5,), (0, 2), (300,))]
     masks = [torch.ones_like(p) if p.dim() == 2 else (torch.rand_like(p) > 0.5).float() for p in params]
     group = {"params": params} | ({"exp_avg_mask": masks} if has_mask else {})
@@ -536,8 +536,9 @@ def test_sums_of_whole_buckets_are_those_of_their_parameters(has_mask: bool) -> 
         optimizer.step()
     params[0].grad, params[1].grad = torch.randn_like(params[0]), None
     norm = optimizer._norm
-    whole = gradient_sums(norm._whole_buckets(), [1.0] * len(optimizer.buckets), 0.5, torch.device("cpu"))
+    whole = gradient_sums(norm._whole(optimizer.buckets), [1.0] * len(optimizer.buckets), 0.5, torch.device("cpu"))
     assert whole.tolist() == pytest.approx(norm.own_sums(0.5), rel=1e-5)
+    assert norm.own_sums_on_device(0.5).tolist() == pytest.approx(norm.own_sums(0.5), rel=1e-5)
     assert len(optimizer.buckets) > 1 and whole[0] > 0
 
 
