@@ -169,12 +169,11 @@ def restore(optimizer: StateOwner, state: State) -> None:
         for count, saved_count in zip(optimizer.steps, record.get("steps", ()), strict=False):
             count.fill_(float(saved_count))  # also for groups without parameters here
     entries = {p: entry for _, p, entry in optimizer.buckets.saved_entries(state)}
+    optimizer.state.clear()
     for bucket in optimizer.buckets:
         saved = None if record is None else record["buckets"][bucket.index]
         _restore_bucket(optimizer, bucket, saved, [entries[p] for p in bucket.params])
-    optimizer.state.clear()
-    for bucket in optimizer.buckets:
-        optimizer.publish(bucket)
+        optimizer.publish(bucket)  # which lets go of its old state
     if record is not None:
         optimizer.stats.skipped_steps = record["skipped_steps"]
         optimizer.clipper.average = tuple(record["clip_average"])
@@ -204,11 +203,13 @@ def _restore_bucket(optimizer: StateOwner, bucket: Bucket, saved: Group | None, 
         bucket.frames.copy_(saved["frames"])
     if saved is not None and bucket.ef is not None:
         bucket.ef.server.copy_(saved["server_error"])
-        flat = torch.zeros(bucket.layout.numel, dtype=bucket.ef.worker.dtype, device=bucket.device)
+        is_whole = bucket.hierarchy.local_size == 1
+        flat = bucket.ef.worker if is_whole else bucket.ef.worker.new_zeros(bucket.layout.numel)
         for view, entry in zip(bucket.layout.views(flat), entries, strict=True):
             if (error := entry.get("worker_error")) is not None:
                 view.copy_(error)
-        bucket.ef.worker.copy_(bucket.own_rows(flat).view(-1))
+        if not is_whole:
+            bucket.ef.worker.copy_(bucket.own_rows(flat).view(-1))
     step = entries[0].get("step")
     if step is not None:
         bucket.steps.fill_(float(step))

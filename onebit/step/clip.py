@@ -156,7 +156,7 @@ class GradientNorm:
                 continue
             factor, m, D = factored
             momentum = MomentumInputs(bucket.masked_gradients(), bucket.layout.segments, D, m, _NO_WEIGHTS)
-            sums_WJ2 = torch.empty(*bucket.counts.shape, 2, device=device, dtype=torch.float32)
+            sums_WJ2 = torch.empty(*bucket.counts.shape, 2, device=bucket.device, dtype=torch.float32)
             self._rule.codec.momentum_sums(momentum, sums_WJ2)
             sums += sums_WJ2.sum((0, 1), dtype=torch.float64).unbind()
             weights += [scale * scale, scale * factor]

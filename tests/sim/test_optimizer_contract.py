@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import onebit
 from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
+from onebit.checkpoint import optimizer_state
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
 
 # -------------------------------------------------------------------------------- warm-up is AdamW
@@ -310,3 +312,23 @@ def test_sends_at_most_2_2_bits_per_parameter_after_the_freeze(world_size: int) 
     for bits in run_ranks(world_size, ours):
         assert bits[1] == pytest.approx(2 * (8 + 16 / 256) * share, rel=0.01)
         assert 2.0 * share <= bits[3] <= 2.2 * share
+
+
+def test_loading_lets_go_of_a_buckets_old_state_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else old and new state are held at once: 8 bytes per parameter of a fresh optimizer, more of another."""
+    params = [nn.Parameter(torch.ones(300)) for _ in range(3)]
+    optimizer = onebit.OnebitAdam(params, transport=SimTransport(), bucket_cap_mb=1e-3)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    old = [weakref.ref(optimizer.state[bucket.params[0]]["exp_avg"]) for bucket in optimizer.buckets]
+    restore, seen = optimizer_state._restore_bucket, []
+
+    def watched(*args: object) -> None:
+        seen.append([ref() is not None for ref in old])
+        restore(*args)
+
+    monkeypatch.setattr(optimizer_state, "_restore_bucket", watched)
+    optimizer.load_state_dict(state)
+    assert seen == [[True, True, True], [False, True, True], [False, False, True]]
