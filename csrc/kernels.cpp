@@ -346,7 +346,7 @@ ONEBIT_API int onebit_sign_encode(float* x, int64_t x_stride, const void* error,
     return 0;                                                                                                           \
   }
 
-// All functions of a frame whose elements take so many bits each, and which has one kind of scale.
+// All functions of a frame with this number of bits for each element, and one kind of scale.
 #define ONEBIT_FRAME(frame, bits)                                                                                       \
   ONEBIT_API int onebit_##frame##_encode(float* x, int64_t x_stride, const void* error, int64_t error_stride,           \
                                          int error_kind, uint8_t* frames, int64_t frame_stride, int64_t frame_bytes,    \

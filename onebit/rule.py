@@ -27,7 +27,7 @@ from .usage.contract import State
 from .usage.frozen import gradient_of
 
 Factored: TypeAlias = tuple[float, Tensor, Tensor | Variance]
-"""factor·m·D: the factor, m as sign frames [W, B] or float32 [W, N], and D, float32 [W, N] or from a variance."""
+"""factor·m·D: the factor, m as frames of the codec [W, B] or float32 [W, N], D as float32 [W, N] or a variance."""
 
 MEETS_AGAIN = "its ranks tell each other more after a step is decided, when a lost one would leave it half written"
 

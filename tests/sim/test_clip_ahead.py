@@ -95,7 +95,7 @@ class Waiting:
 
 
 def total(optimizer: CompressedOptimizer, world_size: int) -> Tensor:
-    """This rank's share of the momentum that all ranks have, and of what they owe it."""
+    """This rank's share of the momentum that all ranks have, and of their errors."""
     rule, held = optimizer.rule, []
     for bucket in optimizer.buckets:
         if isinstance(optimizer, onebit.ZeroOneAdam):
@@ -120,7 +120,7 @@ def test_nothing_is_lost_or_added(kind: type, nodes: int, local_size: int, dtype
         for step in range(24):
             twins = [nn.Parameter(p.detach().clone()) for p in params]
             if step in compressed:
-                state, owes = copy.deepcopy(optimizer.state_dict()), owed(optimizer)
+                state, errors = copy.deepcopy(optimizer.state_dict()), owed(optimizer)
                 twin = new(waiting, twins, transport, 20.0, error_dtype=dtype)
                 twin.load_state_dict(state)
             backward(params, step, transport.rank, 50.0)
@@ -130,16 +130,17 @@ def test_nothing_is_lost_or_added(kind: type, nodes: int, local_size: int, dtype
                 assert not twin._driver.launched
                 twin.step()
                 assert twin.stats.clip_factor == optimizer.stats.clip_factor
-                found.append((*(total(each, world_size) for each in (optimizer, twin)), owes, twin.stats.clip_factor))
+                totals = (total(each, world_size) for each in (optimizer, twin))
+                found.append((*totals, errors, twin.stats.clip_factor))
             optimizer.zero_grad()
         return found
 
     ranks = run_nodes(nodes, local_size, ours)
     differ = 0
     for of_ranks in zip(*ranks, strict=True):
-        early, late, owes, _ = (sum(each) for each in zip(*of_ranks, strict=True))
-        for mine, wanted, owing in zip(*(x.split(sizes) for x in (early, late, owes)), strict=True):
-            tolerance = (1e-6 if dtype == torch.float32 else 1e-2) * float(wanted.abs().max() + owing.abs().max())
+        early, late, errors, _ = (sum(each) for each in zip(*of_ranks, strict=True))
+        for mine, wanted, error in zip(*(x.split(sizes) for x in (early, late, errors)), strict=True):
+            tolerance = (1e-6 if dtype == torch.float32 else 1e-2) * float(wanted.abs().max() + error.abs().max())
             assert (mine - wanted).abs().max() < tolerance
         differ += not torch.equal(of_ranks[0][0], of_ranks[0][1])
     assert differ > len(compressed) // 2
