@@ -73,7 +73,7 @@ def used_patterns() -> set[str]:
 
 MODULES: dict[str, str] = {
     "accelerator": "CUDA or the CPU",
-    "checkpointing": "without reentrance; `configure` has nothing to configure",
+    "checkpointing": "[where checkpointed activations wait](memory.md#checkpointed-activations)",
     "comm": "and torch.distributed's collectives",
     "compression.compress": "[compression](compression.md)",
     "compression.helper": "for GPT-2's layers, before `init_compression`",

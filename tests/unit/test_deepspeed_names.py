@@ -367,8 +367,6 @@ def test_activations_are_computed_again() -> None:
     deepspeed.checkpointing.configure(None, num_checkpoints=2)
     deepspeed.checkpointing.checkpoint(square, x).sum().backward()  # type: ignore[attr-defined]
     assert len(calls) == 2 and torch.equal(x.grad, 2 * torch.ones(3)) and deepspeed.checkpointing.is_configured()
-    with pytest.raises(ValueError, match="partition_activations=True is not supported"):
-        deepspeed.checkpointing.configure(None, partition_activations=True)
 
 
 def test_groups_of_a_model_without_experts() -> None:

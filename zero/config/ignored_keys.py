@@ -62,6 +62,13 @@ BF16 = {
     "check_grad_overflow": Inert(BOOL, _FINITE, fine=(True,)),
 }
 
+ACTIVATIONS = {
+    "contiguous_memory_optimization": Inert(BOOL, "torch's allocator places activations", fine=(False,)),
+    "number_checkpoints": Inert(INT, "checkpoints are as many as the model has"),
+    "synchronize_checkpoint_boundary": Inert(BOOL, "nothing waits at a checkpoint", fine=(False,)),
+    "profile": Inert(BOOL, "see wall_clock_breakdown", fine=(False,)),
+}
+
 PIPELINE = {
     "seed_layers": Inert(BOOL, "a layer's initial values depend on its place alone", fine=(True,)),
     "pipe_partitioned": Inert(BOOL, "activations travel whole", fine=(False,)),
@@ -166,14 +173,6 @@ _AIO = {
     "overlap_events": BOOL,
     "use_gds": BOOL,
 }
-_ACTIVATIONS = {
-    "partition_activations": BOOL,
-    "cpu_checkpointing": BOOL,
-    "contiguous_memory_optimization": BOOL,
-    "number_checkpoints": INT,
-    "synchronize_checkpoint_boundary": BOOL,
-    "profile": BOOL,
-}
 _TENSOR_PARALLEL = {
     "autotp_size": INT,
     "tp_size": INT,
@@ -249,7 +248,6 @@ TOP_LEVEL = {
     "managed_gradient_accumulation": Inert(BOOL, "engine.step() counts the micro-batches", fine=(True,), refused=True),
     "zero_allow_untested_optimizer": Inert(BOOL, "any optimizer is taken", fine=(True, False)),
     "zero_force_ds_cpu_optimizer": Inert(BOOL, "offloaded state is stepped by one optimizer", fine=(True, False)),
-    "activation_checkpointing": Inert(_ACTIVATIONS, "wrap modules with torch.utils.checkpoint before initialize()"),
     "autotuning": Inert(_AUTOTUNING, "see `onebit plan`"),
     "aio": Inert(_AIO, _FILES),
     "trackio": Inert(_SWITCH | {"project": TEXT}, _MONITOR),

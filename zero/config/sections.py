@@ -15,7 +15,7 @@ from typing import ClassVar
 from ...agreement.skips import MOST_SKIPS
 from ...comm import CODECS, momentum_codecs
 from . import schema
-from .ignored_keys import BF16, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
+from .ignored_keys import ACTIVATIONS, BF16, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
 from .local_steps import LocalRounds
 from .schema import BOOL, FLOAT, INT, LIST, TEXT, TEXTS, Inert, block, check_block, key
 
@@ -183,6 +183,23 @@ class FlopsProfiler:
 
 
 @dataclass(frozen=True)
+class ActivationCheckpointing:
+    """Where the inputs of checkpointed parts wait for the backward pass; see `activations.py`.
+
+    partition_activations: each tensor rank keeps a share. cpu_checkpointing: in host memory. In a file:
+    "onebit": {"activation_folder": ...}.
+    """
+
+    inert: ClassVar[Mapping[str, Inert]] = ACTIVATIONS
+
+    partition_activations: bool = key(False, BOOL)
+    cpu_checkpointing: bool = key(False, BOOL)
+
+    def __post_init__(self) -> None:
+        check_block(self)
+
+
+@dataclass(frozen=True)
 class Monitor:
     """Scalars of every step, written by rank 0 to output_path/job_name; "": under the working directory."""
 
@@ -290,6 +307,7 @@ class Onebit:
         keep_checkpoints: Number of this run's newest checkpoints to keep in a folder; null: all.
         forward_methods: Names of the model's methods, besides forward, that compute with its parameters: stage 3
             gathers for them as well.
+        activation_folder: Folder for a file in which checkpointed activations wait for the backward pass; null: none.
         local_steps: Rounds of differences around a dense optimizer, see there.
     """
 
@@ -309,6 +327,7 @@ class Onebit:
     keep_checkpoints: int | None = key(None, INT, null=True, least=1)
     delay: int = key(0, INT, least=0)
     forward_methods: tuple[str, ...] = key((), TEXTS)
+    activation_folder: str | None = key(None, TEXT, null=True)
     local_steps: LocalRounds = schema.block(LocalRounds)  # `block` is a key here
 
     def __post_init__(self) -> None:

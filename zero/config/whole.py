@@ -36,6 +36,7 @@ from .reader import Reading, nearest, read_block, read_choice, read_object, writ
 from .schema import AUTO, BOOL, FLOAT, INT, OBJECT, PERIOD, TEXT, Inert, block, blocks_of, check_block, key, keys_of
 from .sections import (
     DTYPES,
+    ActivationCheckpointing,
     Bf16,
     Comet,
     DataTypes,
@@ -114,6 +115,7 @@ class _TopLevel:
     wandb: Wandb = block(Wandb)
     comet: Comet = block(Comet)
     flops_profiler: FlopsProfiler = block(FlopsProfiler)
+    activation_checkpointing: ActivationCheckpointing = block(ActivationCheckpointing)
     pipeline: Pipelining = block(Pipelining)
     onebit: Onebit = block(Onebit)
     sparse_attention: SparsityConfig = block(SparsityConfig)
@@ -133,6 +135,11 @@ class _TopLevel:
             raise ValueError(
                 "curriculum_learning, the older block, and data_efficiency.data_sampling are both enabled; write the "
                 "first as a metric seqlen_truncate of the second, or disable one"
+            )
+        if self.activation_checkpointing.cpu_checkpointing and self.onebit.activation_folder is not None:
+            raise ValueError(
+                "activation_checkpointing.cpu_checkpointing keeps activations in host memory, onebit.activation_folder "
+                "in a file; choose one"
             )
         if self.onebit.warmup_codec is not None and self.communication_data_type is not None:
             raise ValueError(

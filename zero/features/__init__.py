@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..feature import Asked, Feature
+from .activation_checkpointing import ActivationCheckpointing
 from .compression import Compression
 from .data_efficiency import DataEfficiency
 from .flops_profiler import FlopsProfiler
@@ -13,6 +14,7 @@ FEATURES: tuple[type[Feature], ...] = (
     SparseAttention,
     DataEfficiency,
     FlopsProfiler,
+    ActivationCheckpointing,
 )
 
 

@@ -25,7 +25,8 @@ from typing import NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+
+from ..activations import checkpoint
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class Stage(nn.Module):
         super().__init__()
         self.layers, self.tied = layers, tied
         self._calls = [(first + k, call, takes_tuple(call)) for k, call in enumerate(calls)]
-        self._interval, self._recompute = interval, recompute or partial(checkpoint, use_reentrant=False)
+        self._interval, self._recompute = interval, recompute or checkpoint
 
     def forward(self, *inputs: object) -> object:
         """Run the layers in sequence. `takes_tuple` decides how a layer gets a tuple; a tuple of one is its element."""
