@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from .layout.bucket import Bucket
 from .model_parallel import ModelParallelGroup
 from .step.replicated import Replicated
 from .usage.contract import Group, State, eps_of
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -34,6 +37,11 @@ class FrozenVariance:
         total: For each group, the sum of the weights in its variance.
         unseen: For each group, the number of steps before the first in which any gradient in the model was not zero:
             the warm-up is counted from there. None until then.
+        births: For each bucket, the number of steps that its group had taken before each parameter's first gradient;
+            -1 for a parameter that has had none. A layer that is unfrozen later has no older gradients in its variance.
+        remainders: For each bucket, 1 - the sum of the weights in its group's variance before each parameter's birth;
+            kept from the freeze on. 1 for parameters that were there from the beginning.
+        joined: For each group, the number of steps after which layers last joined it; refreshes count from there, too.
     """
 
     floor: float
@@ -41,6 +49,9 @@ class FrozenVariance:
     last_dense: dict[int, int] = field(default_factory=dict)
     total: dict[int, float] = field(default_factory=dict)
     unseen: dict[int, int] | None = None
+    births: dict[int, list[int]] = field(default_factory=dict)
+    remainders: dict[int, list[float]] = field(default_factory=dict)
+    joined: dict[int, int] = field(default_factory=dict)
 
     def look(self, buckets: Sequence[Bucket], before: Sequence[int], parts: ModelParallelGroup) -> None:
         """Until a variance has taken in a gradient, check whether one has. All parts of the model.
@@ -60,6 +71,47 @@ class FrozenVariance:
     def seen_steps(self, g: int, step: int) -> int:
         """Number of steps since the model has seen a gradient, among the first `step` steps of group g."""
         return 0 if self.unseen is None else step - self.unseen.get(g, 0)
+
+    # ---------------------------------------------------------------- parameters that join later
+
+    def note_births(self, bucket: Bucket, seen: Sequence[bool]) -> int:
+        """Record which parameters have their first gradient in this step; returns how many elements of the model join.
+
+        Args:
+            bucket: The bucket, its step counted.
+            seen: For each of its parameters, whether any rank has a gradient.
+        """
+        births = self.births.setdefault(bucket.index, [-1] * len(bucket.params))
+        if -1 not in births:
+            return 0
+        joined, total = 0, self.total.get(bucket.group_index, 0.0)
+        for k, (birth, is_seen) in enumerate(zip(births, seen, strict=True)):
+            if birth < 0 and is_seen:
+                births[k] = bucket.step - 1
+                joined += bucket.layout.shapes[k].numel()
+                if bucket.index in self.remainders:
+                    self.remainders[bucket.index][k] = 1.0 - total
+        return joined
+
+    def ages(self, bucket: Bucket) -> list[int] | None:
+        """For each parameter, the steps from its first gradient on, at least 1; None: all are as old as their group."""
+        births, first = self.births.get(bucket.index, []), (self.unseen or {}).get(bucket.group_index, 0)
+        if all(birth <= first for birth in births):
+            return None
+        return [max(bucket.step - max(birth, first), 1) for birth in births]
+
+    def _share_J(self, bucket: Bucket, share: float, weight: float) -> float | Tensor:
+        """The weight of a gradient in each block's variance: `share`, or float32 [W·J, 1] if parameters differ."""
+        remainders, total = self.remainders.get(bucket.index, []), self.total[bucket.group_index]
+        if all(remainder == 1.0 for remainder in remainders):
+            return share
+        share_J = torch.full(
+            (bucket.layout.numel // bucket.layout.block, 1), share, device=bucket.device, dtype=torch.float32
+        )
+        for view, remainder in zip(bucket.layout.by_parameter(share_J), remainders, strict=True):
+            if 0.0 < remainder < 1.0:  # the rest of this parameter's own weights is (1 - total)/remainder
+                view.fill_(weight / (1.0 - (1.0 - weight) * min(1.0, (1.0 - total) / remainder)))
+        return share_J
 
     # ---------------------------------------------------------------- what a gradient weighs
 
@@ -103,8 +155,18 @@ class FrozenVariance:
             is_first: Whether nothing was frozen before. If not, the fallback stays as it is.
         """
         for bucket, total in due:
-            self.total[bucket.group_index], self.last_dense[bucket.group_index] = total, bucket.step
-            bucket.flat["exp_avg_sq"].div_(total)
+            g = bucket.group_index
+            self.total[g], self.last_dense[g] = total, bucket.step
+            self.remainders[bucket.index] = [1.0] * len(bucket.params)
+            if total == 1.0 or (ages := self.ages(bucket)) is None:
+                bucket.flat["exp_avg_sq"].div_(total)
+                continue
+            beta2, seen = bucket.group["betas"][1], self.seen_steps(g, bucket.step)
+            for k, (view, age) in enumerate(
+                zip(bucket.layout.flat_views(bucket.flat["exp_avg_sq"]), ages, strict=True)
+            ):
+                view.div_(1.0 - beta2**age)
+                self.remainders[bucket.index][k] = beta2 ** (seen - age)
         if is_first:
             variances = [bucket.flat["exp_avg_sq"] for bucket, _ in due]
             total, elements = parts.total(*sums_of_live_blocks(variances, [b.share_J for b, _ in due], block))
@@ -143,12 +205,16 @@ class FrozenVariance:
         D, block = bucket.flat["denominator"], bucket.layout.block
         v = D.sub_(eps_of(group)).square_()  # v̂, or the floor for elements below it
         known_J = bucket.counts.view(-1) * bucket.live_J  # per block: elements without padding, 0 before any gradient
-        share = self.share(bucket.group_index, beta2, bucket.step)
-        parts = zip(*(x.split(BLOCKS_AT_A_TIME) for x in (v.view(-1, block), g.view(-1, block), known_J)), strict=True)
+        weight = variance_weight(beta2, bucket.step - self.last_dense[bucket.group_index])
+        share = self._share_J(bucket, self.share(bucket.group_index, beta2, bucket.step), weight)
+        of_blocks: list[Tensor] = [v.view(-1, block), g.view(-1, block), known_J]
+        if isinstance(share, Tensor):
+            of_blocks.append(share)
+        parts = zip(*(x.split(BLOCKS_AT_A_TIME) for x in of_blocks), strict=True)
         # Padding and blocks without a gradient have only the floor so far: their variance is zero.
-        for v_Jn, g_Jn, known in parts:
+        for v_Jn, g_Jn, known, *own in parts:
             v_Jn.masked_fill_(torch.arange(block, device=v.device) >= known.unsqueeze(1), 0.0)
-            v_Jn.lerp_(g_Jn.square(), share)
+            v_Jn.lerp_(g_Jn.square(), own[0] if own else share)
         bucket.live_J = v.view(-1, block).any(1)
         self._denominator(bucket, v, eps_of(group))  # in place
         return last_average.lerp_(g.div_(D), 1.0 - beta1)
@@ -165,14 +231,30 @@ class FrozenVariance:
             "last_dense": dict(self.last_dense),
             "variance_total": dict(self.total),
             "unseen": self.unseen if self.unseen is None else dict(self.unseen),
+            "joined": dict(self.joined),
             "live_blocks": [bucket.live_J for bucket in buckets],
+            "births": [self._of(self.births, bucket, -1) for bucket in buckets],
+            "remainders": [self._of(self.remainders, bucket, 1.0) for bucket in buckets],
         }
+
+    @staticmethod
+    def _of(table: dict[int, list[T]], bucket: Bucket, default: T) -> list[T]:
+        return list(table.get(bucket.index, [default] * len(bucket.params)))
 
     def load_record(self, record: State, buckets: Sequence[Bucket]) -> None:
         """Take back entries from `record`; blocks are cut or padded for this number of ranks."""
         self.fallback = record["fallback"]
         self.unseen = record.get("unseen", {})  # older records have no such entry
         self.last_dense, self.total = dict(record["last_dense"]), dict(record["variance_total"])
+        self.joined = dict(record.get("joined", {}))
+        births = record.get("births", [[0] * len(bucket.params) for bucket in buckets])
+        remainders = record.get("remainders", [[1.0] * len(bucket.params) for bucket in buckets])
+        self.births = {bucket.index: list(of) for bucket, of in zip(buckets, births, strict=True)}
+        self.remainders = {
+            bucket.index: list(of)
+            for bucket, of in zip(buckets, remainders, strict=True)
+            if bucket.group_index in self.total
+        }
         for bucket, live_J in zip(buckets, record["live_blocks"], strict=True):
             blocks = bucket.layout.numel // bucket.layout.block
             bucket.live_J = None if live_J is None else resize(live_J, blocks).to(bucket.device)

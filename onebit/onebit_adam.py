@@ -40,6 +40,12 @@ def as_float32(number: float) -> float:
 
 MOMENTUM_OF = ("gradients", "moves")
 
+LEAST_JOINED = 0.01
+"""Share of its group from which layers that join later begin the refreshes anew; smaller ones wait for the next."""
+
+RESTS = 16
+"""Steps without gradients for which it pays to free the memory for them."""
+
 
 class AdamRule(Rule):
     """1-bit Adam's three kinds of steps, scheduled by `DenseSteps`.
@@ -61,7 +67,7 @@ class AdamRule(Rule):
 
     kind = "1-bit Adam"
     adam_names: ClassVar = {"exp_avg_update": "exp_avg"}
-    of_parameters: ClassVar[tuple[str, ...]] = ("live_blocks",)
+    of_parameters: ClassVar[tuple[str, ...]] = ("live_blocks", "births", "remainders")
     can_be_delayed: ClassVar[bool] = True
 
     def __init__(
@@ -80,6 +86,7 @@ class AdamRule(Rule):
         self.warmup_codec = warmup_codec
         self.bias_correction = bias_correction
         self.variance = FrozenVariance(variance_floor)
+        self._joined: dict[int, int] = {}  # by group, elements whose first gradient came in this step
 
     def check(self, name: str) -> None:
         check_number(name, "variance_floor", self.variance.floor)
@@ -104,11 +111,16 @@ class AdamRule(Rule):
         """A warm-up step or a refresh of a bucket: exchanges gradients."""
         group = bucket.group
         g, decision = yield from self.placement.mean_gradient(bucket, self._codec_of_gradients(), scale)
+        self._note_births(bucket, decision)
         if bucket.phase == "warmup":
-            m, v = bucket.flat[self._moment], bucket.flat["exp_avg_sq"]
+            moments = (g, bucket.flat[self._moment], bucket.flat["exp_avg_sq"])
             options = {"betas": group["betas"], "eps": eps_of(group), "bias_correction": self.bias_correction}
             direction_ = laprop_direction_ if self._averages_moves else adam_direction_
-            direction_(g, m, v, step=self._seen_steps(bucket), **options)  # g ← m̂/D
+            if (ages := self.variance.ages(bucket)) is None:
+                direction_(*moments, step=self._seen_steps(bucket), **options)  # g ← m̂/D
+            else:  # layers that were unfrozen later: each by its own count, as in torch
+                for *of_one, age in zip(*map(bucket.layout.flat_views, moments), ages, strict=True):
+                    direction_(*of_one, step=age, **options)
         else:
             m_over_D = self.variance.refresh(bucket, g, self.last_average(bucket), group)
             g.copy_(m_over_D)
@@ -153,6 +165,7 @@ class AdamRule(Rule):
     def take_over(self, bucket: Bucket, decision: Decision) -> BucketStep:
         """The rest of a compressed step, after an exchange that was good: residuals, momentum, parameters."""
         assert bucket.ef is not None
+        self._note_births(bucket, decision)
         bucket.ef.commit()
         frames = self.placement.swap_frames(bucket)  # the frames that have arrived are the new m/D
         self.mask_state(bucket)
@@ -212,6 +225,10 @@ class AdamRule(Rule):
             view.mul_(weight).addcmul_(p.float(), decay)
         self.placement.move(bucket, decision)
 
+    def _note_births(self, bucket: Bucket, decision: Decision) -> None:
+        if joined := self.variance.note_births(bucket, decision.of(bucket)):
+            self._joined[bucket.group_index] = self._joined.get(bucket.group_index, 0) + joined
+
     # ---------------------------------------------------------------- which kind of step
 
     def averages_gradients(self, bucket: Bucket) -> bool:
@@ -223,7 +240,9 @@ class AdamRule(Rule):
 
     def _is_dense(self, g: int, step: int) -> bool:
         """Whether gradients of group g are exchanged in the step after this number of steps."""
-        return self.policy.compresses is False or self.schedule.is_dense(self.variance.seen_steps(g, step))
+        if self.policy.compresses is False or self.schedule.is_dense(self.variance.seen_steps(g, step)):
+            return True
+        return g in self.variance.joined and self.schedule.is_dense(step - self.variance.joined[g])
 
     def round_name(self) -> str:
         return "compressed" if any(not self.averages_gradients(bucket) for bucket in self.buckets) else "dense"
@@ -257,20 +276,34 @@ class AdamRule(Rule):
         first = self.buckets[0]
         is_refresh = first.phase == "compressed" and self._is_dense(first.group_index, first.step - 1)
         phase = "refresh" if is_refresh else first.phase
+        self._restart_refreshes()
         self._look([max(int(count) - 1, 0) for count in self.steps])
         self._freeze_where_due()
         self._release_buffers()
         return phase
 
+    def _restart_refreshes(self) -> None:
+        """Refresh as at the beginning if layers had their first gradient: only refreshes measure their variance.
+
+        Not in a model in parts, whose ranks take the same kinds of steps without knowing each other's layers.
+        """
+        if self.parts.whole.world_size == 1:
+            for g, joined in self._joined.items():
+                in_group = sum(bucket.layout.parameter_numel for bucket in self.buckets if bucket.group_index == g)
+                is_new = int(self.steps[g]) - 1 > (self.variance.unseen or {}).get(g, 0)
+                if is_new and joined >= LEAST_JOINED * in_group and self.schedule.freeze_step == "auto":
+                    self.variance.joined[g] = int(self.steps[g])
+        self._joined.clear()
+
     def end_interrupted_step(self) -> None:
+        self._restart_refreshes()
         self._freeze_where_due()  # measures the network if no member has done so
 
     def _release_buffers(self) -> None:
         """Free the buffers of buckets that exchange no gradients for a while. A hierarchy uses them in every step."""
         if not self.policy.compresses or self.placement.hierarchy.local_size > 1:
             return
-        seen = [self.variance.seen_steps(g, int(count)) for g, count in enumerate(self.steps)]
-        rests = [self.schedule.rests(steps) for steps in seen]
+        rests = [not any(self._is_dense(g, int(count) + k) for k in range(RESTS)) for g, count in enumerate(self.steps)]
         for bucket in filter(self.keeps_variance, self.buckets):
             if rests[bucket.group_index] and bucket.masks is None:
                 bucket.release_buffer()
@@ -282,6 +315,7 @@ class AdamRule(Rule):
     def _count_from_the_first(self) -> None:
         """Count the warm-up from the first step: a dense state does not record when its variance saw a gradient."""
         self.variance.unseen = None
+        self.variance.births = {bucket.index: [0] * len(bucket.params) for bucket in self.buckets if bucket.step > 0}
         self._look([0] * len(self.steps))
 
     def _freeze_where_due(self) -> None:
@@ -408,6 +442,12 @@ class AdamRule(Rule):
             spread_over(layout, states, "momentum", m)
         if live_J is not None:
             spread_over(layout, states, "is_live", live_J.repeat_interleave(layout.block))
+        K = len(states)
+        births, remainders = (
+            record.get(name, {index: [old] * K}) for name, old in (("births", 0), ("remainders", 1.0))
+        )
+        for one, birth, remainder in zip(states, births[index], remainders[index], strict=True):
+            one.numbers |= {"birth": torch.tensor(birth), "remainder": torch.tensor(remainder, dtype=torch.float64)}
 
     def pack(self, bucket: Bucket, states: Sequence[ParameterState], beta1: float) -> Tensor | None:
         """Pack m into frames anew. If its blocks are not those in which it was packed, that leaves a residual r.
@@ -426,14 +466,16 @@ class AdamRule(Rule):
         return frames
 
     def put_together(self, of_buckets: Sequence[tuple[Bucket, Sequence[ParameterState]]]) -> State:
-        """The live blocks: a block is live if any of its elements was."""
-        live = []
+        """The live blocks, of which any element was live; and the births and remainders of the parameters."""
+        live, births, remainders = [], [], []
         for bucket, states in of_buckets:
             is_live = flat_of(bucket.layout, states, "is_live")
             live.append(None if is_live is None else is_live.view(-1, bucket.layout.block).any(1))
             for one in states:
                 one.elements.pop("is_live", None)
-        return {"live_blocks": live}
+            births.append([int(one.numbers.pop("birth", 0)) for one in states])
+            remainders.append([float(one.numbers.pop("remainder", 1.0)) for one in states])
+        return {"live_blocks": live, "births": births, "remainders": remainders}
 
     def adopt_dense_state(self) -> None:
         self._count_from_the_first()

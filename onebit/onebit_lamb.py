@@ -242,11 +242,11 @@ class LambRule(AdamRule):
             one.numbers |= {name: table_K[k] for name, table_K in record["layers"][index].items()}
 
     def put_together(self, of_buckets: Sequence[tuple[Bucket, Sequence[ParameterState]]]) -> State:
-        layers = []
+        found, layers = super().put_together(of_buckets), []
         for _, states in of_buckets:
             names = [name for name in states[0].numbers if name != "step"]
             layers.append({name: torch.stack([one.numbers[name] for one in states]) for name in names})
-        return super().put_together(of_buckets) | {"layers": layers}
+        return found | {"layers": layers}
 
     def adopt_dense_state(self) -> None:
         """Take the trust ratios from the moments of a dense LAMB, as in its last step."""

@@ -107,15 +107,6 @@ class DenseSteps:
         """Number of steps, among the first `steps`, in which gradients are exchanged."""
         return sum(map(self.is_dense, range(steps)))
 
-    def rests(self, step: int, steps: int = 16) -> bool:
-        """Whether no gradient is exchanged in this step and those after it, so that memory for gradients may be freed.
-
-        Args:
-            step: The first step.
-            steps: Number of steps to look at. Default 16.
-        """
-        return not any(self.is_dense(k) for k in range(step, step + steps))
-
 
 def variance_weight(beta2: float, gap: int, samples: int = 16) -> float:
     """The weight of a squared gradient in the variance, `gap` steps after the one before it: 1 - β2^gap.

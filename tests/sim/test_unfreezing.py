@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import onebit
 from onebit import zero
-from onebit.comm import SimTransport, run_ranks
+from onebit.comm import IdentityCodec, SimTransport, run_ranks
 from onebit.dense import DenseAverager
 
 
@@ -379,3 +379,92 @@ def test_adding_a_group_after_one_rank_took_one_away_is_the_same_error_on_all() 
 
     first, second = run_ranks(2, ours)
     assert first == second
+
+
+# ---------------------------------------------------------------- layers that are unfrozen later
+
+
+def late_run(
+    transport: SimTransport, make: Callable, joins: int, steps: int, at: dict[int, Callable] | None = None
+) -> list[Tensor]:
+    """The values of a layer after each step; it trains from step `joins` on, beside one that always does.
+
+    Gradients have a mean and noise, another one on each rank. at: by step, what becomes of the optimizer before it.
+    """
+    early, late = (nn.Parameter(torch.zeros(600)) for _ in range(2))
+    optimizer, values = make([early, late], transport), []
+    for step in range(steps):
+        if at and step in at:
+            optimizer = at[step](optimizer, [early, late])
+        for k, p in enumerate((early, late)):
+            generator = torch.Generator().manual_seed(10_000 * k + 10 * step + transport.rank)
+            mean = torch.linspace(-1.0, 1.0, 600) * 10.0 ** (-2 * k)  # the late layer's gradients are much smaller
+            noise = torch.randn(600, generator=generator) * 10.0 ** (-2 * k)
+            p.grad = None if k == 1 and step < joins else mean + 0.3 * noise
+        optimizer.step()
+        values.append(late.detach().clone())
+    return values
+
+
+def adamw_of_two(joins: int, steps: int) -> list[Tensor]:
+    """torch's AdamW of both ranks' mean gradients: it counts the steps of each parameter."""
+    early, late = (nn.Parameter(torch.zeros(600)) for _ in range(2))
+    optimizer, values = torch.optim.AdamW([early, late], lr=1e-2, weight_decay=0.0), []
+    for step in range(steps):
+        for k, p in enumerate((early, late)):
+            noise = [
+                torch.randn(600, generator=torch.Generator().manual_seed(10_000 * k + 10 * step + r)) for r in range(2)
+            ]
+            mean = torch.linspace(-1.0, 1.0, 600) * 10.0 ** (-2 * k)
+            grads = [mean + 0.3 * each * 10.0 ** (-2 * k) for each in noise]
+            p.grad = None if k == 1 and step < joins else (grads[0] + grads[1]) / 2
+        optimizer.step()
+        values.append(late.detach().clone())
+    return values
+
+
+def onebit_adam(**options: object) -> Callable:
+    return lambda params, transport: onebit.OnebitAdam(
+        params, lr=1e-2, weight_decay=0.0, transport=transport, compression="always", **options
+    )
+
+
+@pytest.mark.parametrize("joins", [1, 7])
+@pytest.mark.parametrize("cap", [1e-3, 25.0], ids=["two buckets", "one bucket"])
+def test_in_the_warm_up_a_late_layer_moves_as_under_adamw(joins: int, cap: float) -> None:
+    make = onebit_adam(freeze_step=100, warmup_codec=IdentityCodec(), bucket_cap_mb=cap)
+    expected = adamw_of_two(joins, 20)
+    for values in run_ranks(2, lambda transport: late_run(transport, make, joins, 20)):
+        for ours, theirs in zip(values, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-7)
+
+
+@pytest.mark.parametrize("joins", [4, 60, 300])
+def test_after_it_a_late_layer_moves_about_as_under_adamw(joins: int) -> None:
+    """It had moved by five times AdamW's steps, because its variance was taken for that of the whole run.
+
+    With a freeze_step that is a number, the variance of what joins later never changes, as in the paper.
+    """
+    expected, values = adamw_of_two(joins, joins + 60), run_ranks(
+        2, lambda transport: late_run(transport, onebit_adam(), joins, joins + 60)
+    )  # fmt: skip
+    assert all(map(torch.equal, *values))
+    ours, steps = values[0], [b - a for a, b in zip(values[0], values[0][1:], strict=False)]
+    large = torch.linspace(-1.0, 1.0, 600).abs() > 0.2  # where the mean is not lost in the noise
+    ratio = (ours[-1][large] / expected[-1][large]).median()
+    assert 0.8 < ratio < 1.2
+    assert max(step.abs().max() for step in steps[joins + 8 :]) < 2.5e-2
+
+
+def test_births_are_part_of_the_state() -> None:
+    def reload(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> torch.optim.Optimizer:
+        again = onebit_adam()(params, optimizer.placement.transport)  # type: ignore[attr-defined]
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return again
+
+    plain = run_ranks(2, lambda transport: late_run(transport, onebit_adam(), 60, 90))
+    broken = run_ranks(
+        2, lambda transport: late_run(transport, onebit_adam(), 60, 90, {s: reload for s in (3, 61, 70)})
+    )
+    for a, b in zip(plain, broken, strict=True):
+        assert torch.equal(a[-1], b[-1])
