@@ -58,7 +58,7 @@ class AdamRule(Rule):
       m/D ← β1·m/D + (1-β1)·ḡ/D.
 
     Args:
-        freeze_step: Number of warm-up steps, or "auto", as in `DenseSteps`.
+        schedule: Which steps exchange gradients.
         warmup_codec: Format of gradients.
         bias_correction: Whether m and v are corrected for their start from zero.
         variance_floor: Least variance, as a share of a block's mean.
@@ -72,7 +72,7 @@ class AdamRule(Rule):
 
     def __init__(
         self,
-        freeze_step: int | str,
+        schedule: DenseSteps,
         warmup_codec: Codec,
         *,
         bias_correction: bool,
@@ -81,7 +81,7 @@ class AdamRule(Rule):
     ):
         if momentum_of not in MOMENTUM_OF:
             raise ValueError(f"momentum_of must be one of {', '.join(MOMENTUM_OF)}, got {momentum_of!r}")
-        self.schedule = DenseSteps(freeze_step)
+        self.schedule = schedule
         self.momentum_of = momentum_of
         self.warmup_codec = warmup_codec
         self.bias_correction = bias_correction
@@ -447,7 +447,10 @@ class AdamRule(Rule):
             record.get(name, {index: [old] * K}) for name, old in (("births", 0), ("remainders", 1.0))
         )
         for one, birth, remainder in zip(states, births[index], remainders[index], strict=True):
-            one.numbers |= {"birth": torch.tensor(birth), "remainder": torch.tensor(remainder, dtype=torch.float64)}
+            one.numbers |= {
+                "birth": torch.tensor(birth, dtype=torch.int64, device="cpu"),
+                "remainder": torch.tensor(remainder, dtype=torch.float64, device="cpu"),
+            }
 
     def pack(self, bucket: Bucket, states: Sequence[ParameterState], beta1: float) -> Tensor | None:
         """Pack m into frames anew. If its blocks are not those in which it was packed, that leaves a residual r.
@@ -515,7 +518,8 @@ class OnebitAdam(CompressedOptimizer):
         eps: Added to D; acts in dense steps. Default 1e-8.
         weight_decay: Decoupled weight decay. Default 1e-2.
         freeze_step: Number of warm-up steps, after which the variance never changes, as in the paper. "auto" (default):
-            100 steps, and a refresh of the variance now and then, in 16 steps of every doubling of the step count.
+            4 steps, and a refresh of the variance now and then, in 4 steps of every doubling of the step count: 32 of
+            the first 1,000 steps.
         warmup_codec: Format of gradients in warm-up and refreshes. `IdentityCodec` sends them in full, `Log4Codec`
             halves the bytes. Default None: `Int8Codec`.
         bias_correction: Whether m and v are corrected for their start from zero. Default True.
@@ -546,7 +550,7 @@ class OnebitAdam(CompressedOptimizer):
         **common: Unpack[CommonOptions],
     ):
         rule = AdamRule(
-            freeze_step,
+            DenseSteps(freeze_step),
             codec_of_gradients(warmup_codec, common.get("codec")),
             bias_correction=bias_correction,
             variance_floor=variance_floor,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic.adam import normalised
+from .arithmetic.schedule import DenseSteps, long_warmup
 from .arithmetic.squares import portable_norm
 from .checkpoint.parameter_state import ParameterState
 from .comm import Codec, Work
@@ -86,7 +87,7 @@ class LambRule(AdamRule):
 
     def __init__(
         self,
-        freeze_step: int | str,
+        schedule: DenseSteps,
         warmup_codec: Codec,
         *,
         bias_correction: bool,
@@ -94,7 +95,7 @@ class LambRule(AdamRule):
         coefficients: Coefficients,
         factors: Factors,
     ):
-        super().__init__(freeze_step, warmup_codec, bias_correction=bias_correction, variance_floor=variance_floor)
+        super().__init__(schedule, warmup_codec, bias_correction=bias_correction, variance_floor=variance_floor)
         self.coefficients, self.factors = coefficients, factors
         self._observed: dict[int, Tensor] = {}  # by bucket, what `observe` has found in this step
 
@@ -295,7 +296,7 @@ class OnebitLamb(CompressedOptimizer):
         factor_max: Largest r_l. Default 4.
         factor_min: Smallest r_l. Default .5.
         factor_threshold: Largest relative change of r_l per step. Default .1.
-        freeze_step: Warm-up steps, or "auto", as in `OnebitAdam`. Default "auto".
+        freeze_step: Warm-up steps. "auto" (default): 100, and then refreshes as in `long_warmup`.
         warmup_codec: Format of gradients, as in `OnebitAdam`. Default None: `Int8Codec`.
         bias_correction: Whether m and v are corrected for their start from zero. Default True.
         variance_floor: Least variance, as in `OnebitAdam`. Default .01.
@@ -327,7 +328,7 @@ class OnebitLamb(CompressedOptimizer):
         **common: Unpack[CommonOptions],
     ):
         rule = LambRule(
-            freeze_step,
+            long_warmup(freeze_step),
             codec_of_gradients(warmup_codec, common.get("codec")),
             bias_correction=bias_correction,
             variance_floor=variance_floor,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic.muon import adjustment, orthogonalise_
+from .arithmetic.schedule import DenseSteps, long_warmup
 from .comm import Codec
 from .layout.bucket import Bucket
 from .onebit_adam import AdamRule
@@ -40,7 +41,7 @@ class MuonRule(AdamRule):
 
     def __init__(
         self,
-        freeze_step: int | str,
+        schedule: DenseSteps,
         warmup_codec: Codec,
         *,
         bias_correction: bool,
@@ -50,7 +51,7 @@ class MuonRule(AdamRule):
         ns_steps: int,
         adjust_lr: str,
     ):
-        super().__init__(freeze_step, warmup_codec, bias_correction=bias_correction, variance_floor=variance_floor)
+        super().__init__(schedule, warmup_codec, bias_correction=bias_correction, variance_floor=variance_floor)
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
         if ns_steps < 1:
@@ -202,7 +203,7 @@ class OnebitMuon(CompressedOptimizer):
         ns_steps: Iterations of `newton_schulz`. Default 5.
         adjust_lr: Factor a of the learning rate: "match_rms_adamw", with which one rate suits matrices and the rest, or
             "original". See `adjustment`. Default "match_rms_adamw".
-        freeze_step: Warm-up steps, or "auto", as in `OnebitAdam`. Default "auto".
+        freeze_step: Warm-up steps. "auto" (default): 100, and then refreshes as in `long_warmup`.
         warmup_codec: Format of gradients, as in `OnebitAdam`. Default None: `Int8Codec`.
         bias_correction: Whether moments are corrected for their start from zero. Default True.
         variance_floor: Least variance in groups without use_muon, as in `OnebitAdam`. Default .01.
@@ -234,7 +235,7 @@ class OnebitMuon(CompressedOptimizer):
         **common: Unpack[CommonOptions],
     ):
         rule = self.rule_type(
-            freeze_step,
+            long_warmup(freeze_step),
             codec_of_gradients(warmup_codec, common.get("codec")),
             bias_correction=bias_correction,
             variance_floor=variance_floor,

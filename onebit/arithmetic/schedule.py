@@ -78,15 +78,15 @@ class DenseSteps:
 
     Attributes:
         freeze_step: A number of steps: only the first freeze_step steps, the warm-up of arXiv 2102.02888 and
-            2104.06069. "auto" (default): the first `warmup` steps and then those of `refreshes`, ever more rarely,
-            whatever the length of the run.
-        warmup: Steps of the warm-up with "auto". Default 100.
-        refreshes: Refreshes with "auto". Default `VarianceUpdates()`.
+            2104.06069. "auto" (default): the first `warmup` steps and those of `refreshes`, ever more rarely, whatever
+            the length of the run.
+        warmup: Least number of steps of the warm-up with "auto". Default 0: as many as `refreshes` begins with.
+        refreshes: Refreshes with "auto". Default: four with each gap, which begins at 1 and doubles.
     """
 
     freeze_step: int | str = "auto"
-    warmup: int = 100
-    refreshes: VarianceUpdates = field(default_factory=VarianceUpdates)
+    warmup: int = 0
+    refreshes: VarianceUpdates = field(default_factory=lambda: VarianceUpdates(4))
 
     def __post_init__(self) -> None:
         if isinstance(self.freeze_step, str):
@@ -106,6 +106,15 @@ class DenseSteps:
     def count(self, steps: int) -> int:
         """Number of steps, among the first `steps`, in which gradients are exchanged."""
         return sum(map(self.is_dense, range(steps)))
+
+
+def long_warmup(freeze_step: int | str = "auto") -> DenseSteps:
+    """The dense steps of optimizers whose warm-up measures more than a variance: LAMB's trust ratios, Muon's momentum.
+
+    Args:
+        freeze_step: As in `DenseSteps`; "auto" has a warm-up of 100 steps, and then 16 refreshes with each gap.
+    """
+    return DenseSteps(freeze_step, warmup=100, refreshes=VarianceUpdates(16))
 
 
 def variance_weight(beta2: float, gap: int, samples: int = 16) -> float:

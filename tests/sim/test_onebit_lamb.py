@@ -68,7 +68,7 @@ def test_equals_the_textbook_loop(
         start(), world_size, SIZES, dense=rule.is_dense, follows=follows, is_refreshed=not follows, **options
     )
     expected = run(oracle, gradient, LRS)
-    monkeypatch.setattr("onebit.onebit_adam.DenseSteps", lambda _: rule)
+    monkeypatch.setattr("onebit.onebit_lamb.long_warmup", lambda _: rule)
 
     def ours(transport: SimTransport) -> np.ndarray:
         optimizer = onebit.OnebitLamb(

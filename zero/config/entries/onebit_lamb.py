@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ....arithmetic.schedule import DenseSteps
+from ....arithmetic.schedule import long_warmup
 from ....onebit_lamb import OnebitLamb
 from ...sharded.lamb import ShardedOnebitLamb
 from ..schema import FLOAT, STEPS, Inert, key
@@ -64,7 +64,7 @@ ENTRY = OptimizerEntry(
     sharded=ShardedForm(
         _build_sharded, warmup="freeze_step", without_effect=("factor_max", "factor_min", "factor_threshold")
     ),
-    footprint=Footprint(moments=lambda frame: 4.0 + frame, sent=lambda frame: frame, dense_steps=DenseSteps().count),
+    footprint=Footprint(moments=lambda frame: 4.0 + frame, sent=lambda frame: frame, dense_steps=long_warmup().count),
     flag="onebit-lamb",
     flag_keys={"freeze_step": "warm-up steps (sharded: at most 64), or auto"},
 )
