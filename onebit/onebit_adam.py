@@ -17,7 +17,7 @@ from torch import Tensor
 from .arithmetic.adam import adam_denominator, adam_direction_, laprop_direction_
 from .arithmetic.schedule import DenseSteps
 from .checkpoint.parameter_state import ParameterState, flat_of, spread_over
-from .comm import Bf16Codec, Codec, MomentumWeights, Work, codec_named
+from .comm import Bf16Codec, Codec, Log4Codec, MomentumWeights, Work, codec_named
 from .frozen_variance import FrozenVariance, pack_momentum
 from .layout.bucket import Bucket
 from .layout.flat import Layout
@@ -508,7 +508,7 @@ class OnebitAdam(CompressedOptimizer):
     its block's scale and moves by s/D; see `docs/differences.md`. Source: arXiv 2102.02888.
 
     State on each rank, bytes per parameter: 8 in warm-up; then D 4, worker error 4 (bf16: 2), server error 4/W (2/W),
-    m/D 0.13. Sends per rank 2·(W-1)/W·(8 + 16/block) bits per parameter in a dense step (`Log4Codec`: 4 in place of 8),
+    m/D 0.13. Sends per rank 2·(W-1)/W·(4 + 16/block) bits per parameter in a dense step (`Int8Codec`: 8 in place of 4),
     2·(W-1)/W·(1 + 16/block) in the others.
 
     Args:
@@ -520,8 +520,8 @@ class OnebitAdam(CompressedOptimizer):
         freeze_step: Number of warm-up steps, after which the variance never changes, as in the paper. "auto" (default):
             4 steps, and a refresh of the variance now and then, in 4 steps of every doubling of the step count: 32 of
             the first 1,000 steps.
-        warmup_codec: Format of gradients in warm-up and refreshes. `IdentityCodec` sends them in full, `Log4Codec`
-            halves the bytes. Default None: `Int8Codec`.
+        warmup_codec: Format of gradients in warm-up and refreshes. `IdentityCodec` sends them in full, `Int8Codec` in
+            eight bits. Default None: `Log4Codec`, four bits.
         bias_correction: Whether m and v are corrected for their start from zero. Default True.
         variance_floor: Least variance, as a share of its block's mean; see `floor_of_blocks`. Default .01.
         momentum_of: What the warm-up's m averages. "gradients" (default): as Adam's, the step is m̂/D. "moves": each
@@ -551,7 +551,7 @@ class OnebitAdam(CompressedOptimizer):
     ):
         rule = AdamRule(
             DenseSteps(freeze_step),
-            codec_of_gradients(warmup_codec, common.get("codec")),
+            codec_of_gradients(warmup_codec, common.get("codec"), Log4Codec),
             bias_correction=bias_correction,
             variance_floor=variance_floor,
             momentum_of=momentum_of,

@@ -9,7 +9,7 @@ are in `onebit_adam.py`, `onebit_lamb.py`, `zero_one_adam.py` and `onebit_muon.p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Generic, TypeAlias
 
 from torch import Tensor
@@ -290,15 +290,18 @@ class Rule(BucketRule[Bucket]):
         return
 
 
-def codec_of_gradients(given: Codec | None, codec: FusedCodec | None) -> Codec:
-    """The format of gradients: the given one, or eight bits in the blocks of the momentum's codec.
+def codec_of_gradients(
+    given: Codec | None, codec: FusedCodec | None, default: Callable[[int], Codec] = Int8Codec
+) -> Codec:
+    """The format of gradients: the given one, or the default in the blocks of the momentum's codec.
 
     Args:
-        given: Format that the user wants. None: eight bits.
+        given: Format that the user wants. None: the default.
         codec: Format of momentum. None: `SignCodec()`.
+        default: Makes the default of blocks of this many elements. Default eight bits.
     """
     block = (SignCodec() if codec is None else check_fused(codec)).block
-    return Int8Codec(block) if given is None else check_blocks(given, block)
+    return default(block) if given is None else check_blocks(given, block)
 
 
 def check_blocks(codec: Codec, block: int) -> Codec:

@@ -59,7 +59,7 @@ class Run:
         link_bits_per_s: Bandwidth of a host, shared by its ranks, in bits per second. Default 1e9.
         compute_s: Seconds of a step without its traffic. Default 0.
         codec: Format of the momentum, unless it is sharded across hosts. Default "sign".
-        warmup_codec: Format of the gradients. Default "int8".
+        warmup_codec: Format of the gradients. Default None: each optimizer's own.
         steps: Steps of the run. Default 1000.
         local_steps: Steps between two rounds of `LocalSteps`. Default 32.
 
@@ -75,14 +75,14 @@ class Run:
     link_bits_per_s: float = 1e9
     compute_s: float = 0.0
     codec: str = "sign"
-    warmup_codec: str = "int8"
+    warmup_codec: str | None = None
     steps: int = 1000
     local_steps: int = 32
 
     def __post_init__(self) -> None:
         if self.params < 1 or self.hosts < 1 or self.ranks_per_host < 1 or self.link_bits_per_s <= 0:
             raise ValueError(f"expected at least one parameter, host and rank, and a link, got {self}")
-        if self.warmup_codec not in CODECS or self.steps < 1 or self.local_steps < 1:
+        if self.warmup_codec not in (None, *CODECS) or self.steps < 1 or self.local_steps < 1:
             raise ValueError(f"expected warmup_codec of {', '.join(CODECS)}, steps and local_steps >= 1, got {self}")
         if self.dtype not in DTYPE_BYTES or self.error_bytes not in (2, 4) or self.compute_s < 0:
             raise ValueError(f"expected dtype of {', '.join(DTYPE_BYTES)}, error_bytes 2 or 4, compute_s >= 0: {self}")
@@ -166,7 +166,7 @@ def plan(run: Run, optimizer: str, stage: int) -> Plan | None:
     if stage > 0 and run.ranks_per_host == 1:
         return None
     S, (share, ranks) = run.ranks_per_host if stage else 1, _two_levels(run, stage)
-    frame, in_warmup = _frame_bytes(run.codec), _frame_bytes(run.warmup_codec)
+    frame, in_warmup = _frame_bytes(run.codec), _frame_bytes(run.warmup_codec or entry.footprint.gradients)
     sent = entry.footprint.sent(frame)
     state = entry.footprint.moments(frame) / S + run.error_bytes * (1 + 1 / ranks) / share
     parameters, gradients = _parameters_and_gradients(run, stage, S)
@@ -197,7 +197,7 @@ def _across(run: Run, optimizer: str, stage: int) -> Plan:
     # can overlap with backward.
     phase_up, phase_down = (_exchange_s(run, 1, W, frame, _ONE_BIT_S) / 2 for frame in (up, down))
     seconds = _step_s(run, phase_up if stage == 2 else 0.0, phase_down if stage == 2 else phase_up + phase_down)
-    bits, warmup_bits = (8 * (W - 1) / W * (each + down) for each in (up, _frame_bytes(run.warmup_codec)))
+    bits, warmup_bits = (8 * (W - 1) / W * (each + down) for each in (up, _frame_bytes(run.warmup_codec or "int8")))
     run_bits = _mean(run, warmup_bits, bits, min(WARMUP_STEPS, run.steps))
     return Plan(optimizer, stage, float(b), gradients, state, bits, warmup_bits, run_bits, seconds)
 

@@ -179,8 +179,8 @@ def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | OffloadRun | EncodeRun 
     add("--link", type=rate, default=1e9, metavar="RATE", help="rate of a host's link: 1gbit, 100mbit (default: 1gbit)")
     add("--codec", choices=momentum_codecs(), default="sign", help="codec of the momentum, except in layouts that are "
         "sharded across hosts (default: sign)")  # fmt: skip
-    add("--warmup-codec", choices=CODECS, default="int8", help="codec of gradients in warm-up and refreshes (default: "
-        "int8)")  # fmt: skip
+    add("--warmup-codec", choices=CODECS, help="codec of gradients in warm-up and refreshes (default: each "
+        "optimizer's)")  # fmt: skip
     add("--steps", type=int, default=1000, help="steps of the run, over which bits are averaged (default: 1000)")
     add("--local-steps", type=int, default=32, metavar="H", help="steps between two rounds of LocalSteps (default: 32)")
     add("--compute", type=float, default=0.0, metavar="SECONDS", help="seconds of a step without traffic, which hide a "

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from train.model import decay_groups
 
 import onebit
+from onebit.arithmetic.schedule import long_warmup
 from onebit.comm import Codec, IdentityCodec, Int8Codec, Log4Codec, SignCodec, SimTransport, run_ranks
 from onebit.layout.bucket import Bucket
 from onebit.onebit_muon import Matrices, MuonRule
@@ -81,27 +82,19 @@ def _variant(name: str, twin: str, kind: Callable[..., Optimizer], **options: ob
 
 def _rules() -> list[Method]:
     """Warm-ups in four bits, momenta of moves, fast variances: each against the same rule, dense."""
-    log4, moves, fast = {"warmup_codec": Log4Codec()}, {"momentum_of": "moves"}, {"betas": (0.9, FAST)}
+    int8, log4 = {"warmup_codec": Int8Codec()}, {"warmup_codec": Log4Codec()}
+    moves, fast = {"momentum_of": "moves"}, {"betas": (0.9, FAST)}
     adam, sharded = onebit.OnebitAdam, ShardedOnebitAdam
     return [
         _adamw(f"adamw, beta2 {FAST:g}", "adamw", FAST),
         _laprop("laprop", "adamw"),
         _laprop(f"laprop, beta2 {FAST:g}", "adamw", FAST),
-        _variant("onebit-adam, four-bit warm-up", "adamw", adam, **log4),
+        _variant("onebit-adam, eight-bit gradients", "adamw", adam, **int8),
+        Method("onebit-adam, eight-bit gradients, long warm-up", "adamw", _with_a_long_warmup),
         _variant("onebit-adam, delay 1", "adamw", adam, delay=1),
-        _variant("onebit-adam, four-bit warm-up, delay 1", "adamw", adam, delay=1, **log4),
         _variant(f"onebit-adam, beta2 {FAST:g}", f"adamw, beta2 {FAST:g}", adam, **fast),
         _variant("onebit-adam, moves", "laprop", adam, **moves),
-        _variant("onebit-adam, moves, four-bit warm-up", "laprop", adam, **moves, **log4),
         _variant(f"onebit-adam, moves, beta2 {FAST:g}", f"laprop, beta2 {FAST:g}", adam, **moves, **fast),
-        _variant(
-            f"onebit-adam, moves, beta2 {FAST:g}, four-bit warm-up",
-            f"laprop, beta2 {FAST:g}",
-            adam,
-            **moves,
-            **fast,
-            **log4,
-        ),
         _variant("onebit-lamb, four-bit warm-up", "lamb", onebit.OnebitLamb, **log4),
         _variant("zero-one-adam, against its own rule", f"laprop, beta2 {FAST:g}", onebit.ZeroOneAdam),
         _variant(
@@ -117,6 +110,13 @@ def _rules() -> list[Method]:
             f"sharded-onebit-adam, beta2 {FAST:g}, four-bit warm-up", f"adamw, beta2 {FAST:g}", sharded, **fast, **log4
         ),
     ]
+
+
+def _with_a_long_warmup(groups: list[dict], transport: SimTransport | None, steps: int) -> Optimizer:
+    """With the dense steps that LAMB and Muon have: the default before it was `DenseSteps`."""
+    optimizer = onebit.OnebitAdam(groups, transport=transport, warmup_codec=Int8Codec())
+    optimizer.rule.schedule = long_warmup()
+    return optimizer
 
 
 def _frozen_early(groups: list[dict], transport: SimTransport | None, steps: int) -> Optimizer:

@@ -293,7 +293,7 @@ WAYS = {
         _ours("OnebitAdam", onebit.OnebitAdam, _ADAM),
         _ours("OnebitAdam, clipped", onebit.OnebitAdam, _ADAM, {"max_grad_norm": 1e-3}, max_grad_norm=1.0),
         _ours("OnebitAdam, buckets of 64 MiB", onebit.OnebitAdam, _ADAM, bucket_cap_mb=64.0),
-        _ours("OnebitAdam, four-bit warm-up", onebit.OnebitAdam, _ADAM, warmup_codec=Log4Codec()),
+        _ours("OnebitAdam, eight-bit gradients", onebit.OnebitAdam, _ADAM, warmup_codec=Int8Codec()),
         _ours("OnebitAdam, delay 1", onebit.OnebitAdam, _ADAM, delay=1),
         _ours("ZeroOneAdam", onebit.ZeroOneAdam, ("variance", "compressed"), _ZERO_ONE),
         _zero_one_local(8),

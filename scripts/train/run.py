@@ -276,7 +276,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--activation-gradients", choices=_WIRES, help="with --pipe: what comes back")
     add("--recompute", type=int, default=0, metavar="K", help="with --pipe: keep activations of every K-th layer only")
     add("--codec", choices=comm.momentum_codecs(), default="sign", help="one-bit optimizers: what momentum travels in")
-    add("--warmup-codec", choices=comm.CODECS, help="what their gradients travel in; else eight bits")
+    add("--warmup-codec", choices=comm.CODECS, help="what their gradients travel in; else the optimizer's default")
     add("--compression", choices=("auto", "always"), default="auto", help="auto: bfloat16 where one bit gains nothing")
     add("--delay", type=int, choices=(0, 1), default=0, help="1: onebit-adam's exchange travels under the next step")
     add(

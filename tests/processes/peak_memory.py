@@ -19,7 +19,7 @@ import torch
 
 import onebit
 from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
-from onebit.comm import Log4Codec, SimTransport, run_ranks
+from onebit.comm import Int8Codec, SimTransport, run_ranks
 from onebit.zero import ShardedOnebitAdam
 
 RANKS, ROWS, COLUMNS, TENSORS, STEPS = 2, 192, 192, 40, 14
@@ -58,7 +58,7 @@ def local(every: int, **options: int) -> Callable[..., torch.optim.Optimizer]:
 
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "OnebitAdam": adam,
-    "OnebitAdam, four-bit warm-up": functools.partial(adam, warmup_codec=Log4Codec()),
+    "OnebitAdam, eight-bit gradients": functools.partial(adam, warmup_codec=Int8Codec()),
     "OnebitAdam, delay 1": functools.partial(adam, delay=1),
     "OnebitLamb": lambda p, t, **options: onebit.OnebitLamb(p, transport=t, freeze_step=WARMUP, **options),
     "OnebitMuon": muon,

@@ -310,7 +310,7 @@ def test_sends_at_most_2_2_bits_per_parameter_after_the_freeze(world_size: int) 
 
     share = (world_size - 1) / world_size
     for bits in run_ranks(world_size, ours):
-        assert bits[1] == pytest.approx(2 * (8 + 16 / 256) * share, rel=0.01)
+        assert bits[1] == pytest.approx(2 * (4 + 16 / 256) * share, rel=0.01)
         assert 2.0 * share <= bits[3] <= 2.2 * share
 
 

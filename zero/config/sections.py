@@ -300,8 +300,8 @@ class Onebit:
             `onebit.optimizer.CommonOptions`.
         codec: Codec of momentum.
         block: Elements per scale of its frames, a multiple of 64.
-        warmup_codec: Codec of gradients in warm-up and refreshes; null: eight bits, or communication_data_type's; under
-            inter_node, momentum in eight bits.
+        warmup_codec: Codec of gradients in warm-up and refreshes; null: communication_data_type's, or the optimizer's
+            default; under inter_node, momentum in eight bits.
         variance_floor: See `onebit.arithmetic.adam.floor_of_blocks`.
         tensor: Ranks that compute each layer together (`parallel/tensor.py`); null: one, or those of the given grid.
         keep_checkpoints: Number of this run's newest checkpoints to keep in a folder; null: all.

@@ -47,7 +47,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "0, the table then shows traffic and update alone)")  # fmt: skip
     add("--methods", nargs="+", metavar="NAME", help="show only these rows of the table, by the beginnings of their "
         "names, and the first dense one (default: all)")  # fmt: skip
-    add("--warmup-codec", choices=comm.CODECS, help="codec of gradients in warm-ups (default: int8)")
+    add("--warmup-codec", choices=comm.CODECS, help="codec of gradients in warm-ups (default: each optimizer's)")
     add("--backend", choices=comm.launch.BACKENDS, help="transport (default: as in training)")
     add("--timeout", type=seconds, default=60.0, metavar="SECONDS", help="longest wait for other ranks (default: 60)")
     add("--json", type=Path, metavar="FILE", help="also write the results to FILE; - is standard output")
@@ -168,7 +168,8 @@ def _explain(args: argparse.Namespace, methods: Sequence[Method], compute_s: flo
         screen.line("Over MPI there is no DDP and no PowerSGD: dense float32 is AdamW after onebit's own averaging.")
     screen.line(
         "s/step: backward hides the traffic under way, as on an accelerator. Nothing hidden: ranks have no processor "
-        f"to spare. Warm-up: {args.warmup_codec or 'int8'}, also for ZeroOneAdam and OnebitLamb."
+        f"to spare. Warm-up: {args.warmup_codec or 'log4'}"
+        f"{', also' if args.warmup_codec else '; int8'} for ZeroOneAdam and OnebitLamb."
     )
 
 

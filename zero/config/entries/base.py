@@ -125,12 +125,13 @@ class Footprint:
 
     moments: optimizer state without residuals; sent: each way of an exchange. Both are functions of a frame's bytes per
     parameter. dense_steps(steps): with default options, the number of the first steps that send gradients instead of
-    momentum.
+    momentum. gradients: their codec, by default.
     """
 
     moments: Callable[[float], float]
     sent: Callable[[float], float]
     dense_steps: Callable[[int], int] = lambda steps: 0
+    gradients: str = "int8"
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,9 @@ ENTRY = OptimizerEntry(
     _build,
     is_one_bit=True,
     sharded=ShardedForm(_build_sharded, warmup="freeze_step", without_effect=("momentum_of",)),
-    footprint=Footprint(moments=lambda frame: 4.0 + frame, sent=lambda frame: frame, dense_steps=DenseSteps().count),
+    footprint=Footprint(
+        moments=lambda frame: 4.0 + frame, sent=lambda frame: frame, dense_steps=DenseSteps().count, gradients="log4"
+    ),
     flag="onebit-adam",
     flag_keys={
         "freeze_step": "warm-up steps (sharded: at most 64), or auto",
