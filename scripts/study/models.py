@@ -3,20 +3,21 @@
     python scripts/study.py models --record scripts/records/models_2026-11.md
     python scripts/study.py models --only Llama T5
 
-A case is a model, a layout on two ranks, an optimizer and a dtype. It passes if
+A case is a model, a layout of two or eight ranks, an optimizer and a dtype. It passes if
 
 1. its float32 weights are those of one process with torch's AdamW on the same rows (the one-bit warm-up, too),
-2. its loss falls, and both ranks have the same weights,
+2. its loss falls, and all ranks have the same weights,
 3. a new engine that loads its checkpoint takes the last step to the same bits,
 4. `from_pretrained` reads the weights that it exports.
 
-Two ranks are forked for each model; if they are lost, new ones go on with the next case.
+Ranks are forked for each model; if they are lost, new ones go on with the next case.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import multiprocessing
 import os
 import platform
@@ -48,7 +49,7 @@ from onebit import zero
 from onebit.zero import grid as grids
 from study.model_cases import MODELS, ROWS, Batch
 
-RANKS, MICRO_BATCHES = 2, 2
+MICRO_BATCHES = 2
 WARMUP, AFTER = 3, 3  # steps
 TOLERANCE = 1e-5  # of a tensor's largest element: float32 sums in other orders
 QUICK = ("Llama", "BERT")
@@ -56,20 +57,40 @@ QUICK_PAIRS = (("AdamW", "float32"), ("OneBitAdam", "bfloat16"))
 RATES = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-3}  # eps: or Adam makes whole steps of gradients that are noise
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OPTIMIZERS = ("AdamW", "OneBitAdam")
-TIMEOUT_S = 120.0  # of a case; an operation waits half of it for the other rank
+TIMEOUT_S = 120.0  # of a case; an operation waits half of it for the other ranks
 
-Blocks = Mapping[str, Mapping[str, object]]
-LAYOUTS: Mapping[str, Blocks] = {
-    "ZeRO 0": {"zero_optimization": {"stage": 0}},
-    **{
-        f"ZeRO {stage}": {"zero_optimization": {"stage": stage}, "onebit": {"ranks_per_node": RANKS}}
-        for stage in (1, 2, 3)
-    },
-    "tensor 2": {"tensor_parallel": {"autotp_size": RANKS}},
-    "pipe 2": {"pipeline": {"stages": RANKS}},
+
+@dataclass(frozen=True)
+class Layout:
+    """blocks: of the configuration. sizes: ranks along the axes of the grid that have several."""
+
+    blocks: Mapping[str, Mapping[str, object]]
+    sizes: Mapping[str, int]
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def shares(self) -> int:
+        """Of a batch; ranks of a pipeline, or of a layer's slices, read the same."""
+        return self.sizes.get("replica", 1) * self.sizes.get("shard", 1)
+
+
+def _zero(stage: int, ranks_per_node: int) -> dict[str, Mapping[str, object]]:
+    return {"zero_optimization": {"stage": stage}, "onebit": {"ranks_per_node": ranks_per_node}}
+
+
+_TENSOR: dict[str, Mapping[str, object]] = {"tensor_parallel": {"autotp_size": 2}}
+_PIPE: dict[str, Mapping[str, object]] = {"pipeline": {"stages": 2}}
+LAYOUTS = {
+    "ZeRO 0": Layout({"zero_optimization": {"stage": 0}}, {"replica": 2}),
+    **{f"ZeRO {stage}": Layout(_zero(stage, 2), {"shard": 2}) for stage in (1, 2, 3)},
+    "tensor 2": Layout(_TENSOR, {"tensor": 2}),
+    "pipe 2": Layout(_PIPE, {"pipe": 2}),
+    "3D": Layout(_PIPE | _TENSOR, {"pipe": 2, "replica": 2, "tensor": 2}),
+    "3D, ZeRO 1": Layout(_PIPE | _TENSOR | _zero(1, 4), {"pipe": 2, "shard": 2, "tensor": 2}),
 }
-# The axis of the grid that the ranks are on.
-AXES = {layout: "shard" for layout in LAYOUTS} | {"ZeRO 0": "replica", "tensor 2": "tensor", "pipe 2": "pipe"}
 
 
 @dataclass(frozen=True)
@@ -89,16 +110,20 @@ class Case:
             "communication_data_type": "fp32",
             "optimizer": {"type": self.optimizer, "params": params},
             "bf16": {"enabled": self.dtype == "bfloat16"},
-            **LAYOUTS[self.layout],
+            **self.on.blocks,
         }
         if self.optimizer == "OneBitAdam":
             config["onebit"] = {"compression": "always"} | config.get("onebit", {})
         return config
 
     @property
+    def on(self) -> Layout:
+        return LAYOUTS[self.layout]
+
+    @property
     def rows(self) -> int:
         """Of a micro-batch on a rank."""
-        return ROWS // MICRO_BATCHES // (RANKS if "ZeRO" in self.layout else 1)  # else both ranks read the same
+        return ROWS // MICRO_BATCHES // self.on.shares
 
 
 CASES = tuple(
@@ -129,9 +154,10 @@ class Found:
 
 def _rank(rank: int, port: int, folder: Path, cases: Sequence[Case], answers: Connection) -> None:
     """A rank's process: these cases, until one fails."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    ranks = str(cases[0].on.ranks)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    known: dict[str, grids.Grid] = {}
+    known: dict[tuple[tuple[str, int], ...], grids.Grid] = {}
     for number, case in enumerate(cases):
         found = Found()
         try:
@@ -145,12 +171,12 @@ def _rank(rank: int, port: int, folder: Path, cases: Sequence[Case], answers: Co
     os._exit(0)  # without taking apart what was imported before the fork
 
 
-def _run(case: Case, known: dict[str, grids.Grid], folder: Path, found: Found) -> None:
-    if (axis := AXES[case.layout]) not in known:
-        known[axis] = grids.start(timeout_s=TIMEOUT_S / 2, **({"shard": 1} | {axis: RANKS}))
+def _run(case: Case, known: dict[tuple[tuple[str, int], ...], grids.Grid], folder: Path, found: Found) -> None:
+    if (sizes := tuple(case.on.sizes.items())) not in known:
+        known[sizes] = grids.start(timeout_s=TIMEOUT_S / 2, **({"shard": 1} | dict(sizes)))
     found.is_refused = True
     engine, again = (
-        zero.initialize(model=MODELS[case.model].build(), config=case.config, grid=known[axis])[0] for _ in range(2)
+        zero.initialize(model=MODELS[case.model].build(), config=case.config, grid=known[sizes])[0] for _ in range(2)
     )
     found.is_refused = False
     steps = WARMUP + (AFTER if case.optimizer == "OneBitAdam" else 0)
@@ -228,29 +254,32 @@ def verdict(case: Case, ranks: Sequence[Found | None]) -> str:
     errors = [rank for rank in found if rank.error]
     if errors:
         first = next((rank for rank in errors if "PeerError" not in rank.error), errors[0])
-        is_refused = all(rank.is_refused for rank in errors) and len(errors) == RANKS
+        is_refused = all(rank.is_refused for rank in errors) and len(errors) == case.on.ranks
         model = MODELS[case.model].kind + MODELS[case.model].task
         return f"{'refused' if is_refused else 'fails'}: {_line(first.error.replace(model, 'MODEL'))}"
-    if len(found) < RANKS:
+    if len(found) < case.on.ranks:
         return "fails: a rank was lost"
-    first, second = found
-    wrong = []
+    first, wrong = found[0], []
     far = {name: x for rank in found for name, x in rank.deviations.items() if not x <= TOLERANCE}
     if far:
         name, most = next(iter(far.items()))
         wrong.append(f"weights differ from one process by {most:.1e} of the largest ({name}, {len(far)} in all)")
     elif case.dtype == "float32" and not all(rank.deviations for rank in found):
         wrong.append("weights were not compared")
-    losses = [sum(pair) for pair in zip(first.losses, second.losses, strict=True)]
+    losses = [sum(of_ranks) / len(found) for of_ranks in zip(*(rank.losses for rank in found), strict=True)]
     if not losses[-1] < losses[0]:
-        wrong.append(f"the loss goes from {losses[0] / RANKS:.4f} to {losses[-1] / RANKS:.4f}")
-    if differing := _differing(first.weights, second.weights):
-        wrong.append(f"ranks differ in {differing}")
+        wrong.append(f"the loss goes from {losses[0]:.4f} to {losses[-1]:.4f}")
+    weights: dict[str, int] = {}
+    for rank in found:
+        if differing := _differing(rank.weights, weights):
+            wrong.append(f"ranks differ in {differing}")
+            break
+        weights |= rank.weights
     if not all(rank.resumes for rank in found):
         wrong.append("a resumed run has other bits")
     if first.lost:
         wrong.append(f"from_pretrained: {', '.join(first.lost[:3])}")
-    elif differing := _differing(first.exported, second.weights | first.weights):
+    elif differing := _differing(first.exported, weights):
         wrong.append(f"from_pretrained has other values in {differing}")
     return f"fails: {'; '.join(wrong)}" if wrong else "ok"
 
@@ -265,14 +294,14 @@ def _line(text: str) -> str:
     return text if len(text) <= 400 else text[:397] + "..."
 
 
-# -------------------------------------------------------------------------------- both ranks
+# -------------------------------------------------------------------------------- all ranks
 
 
 def outcomes(cases: Sequence[Case]) -> Iterator[tuple[Case, str, float | None]]:
     """The verdict of each case, and the deviation of its weights, in order."""
     left = list(cases)
     while left:
-        same = [case for case in left if case.model == left[0].model]
+        same = [case for case in left if case.model == left[0].model and case.on.ranks == left[0].on.ranks]
         for case, found in _together(same):
             known = [x for rank in found if rank is not None for x in rank.deviations.values()]
             yield case, verdict(case, found), max(known, default=None)
@@ -286,9 +315,10 @@ def _together(cases: Sequence[Case]) -> Iterator[tuple[Case, list[Found | None]]
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [fork.Pipe(duplex=False) for _ in range(RANKS)]
+        pipes = [fork.Pipe(duplex=False) for _ in range(cases[0].on.ranks)]
         ranks = [
-            fork.Process(target=_rank, args=(rank, port, Path(folder), cases, pipes[rank][1])) for rank in range(RANKS)
+            fork.Process(target=_rank, args=(rank, port, Path(folder), cases, theirs))
+            for rank, (_, theirs) in enumerate(pipes)
         ]
         try:
             for rank in ranks:
@@ -307,7 +337,7 @@ def _together(cases: Sequence[Case]) -> Iterator[tuple[Case, list[Found | None]]
 
 
 def _are_apart(found: Sequence[Found | None]) -> bool:
-    """Whether one rank has refused a case that the other has run."""
+    """Whether one rank has refused a case that another has run."""
     return len({rank is not None and rank.is_refused for rank in found}) > 1
 
 
@@ -339,12 +369,12 @@ def report(rows: Sequence[Row], seconds: float, command: str) -> str:
         f"{os.getloadavg()[2]:.1f} over the last 15 minutes; torch {torch.__version__}, Python "
         f"{platform.python_version()}.",
         "",
-        f"{len({row.case.model for row in rows})} models of transformers {transformers.__version__} on {RANKS} ranks "
-        f"over Gloo, {len(rows)} cases in {seconds:.0f} s. Each layout is run with {' and '.join(OPTIMIZERS)}, in "
-        f"{' and '.join(DTYPES)}. A case is ok if its float32 weights after {WARMUP} steps (OneBitAdam: of warm-up, "
-        f"then {AFTER} more) are those of torch's AdamW in one process to {TOLERANCE:g} of a tensor's largest element, "
-        "its loss falls, both ranks have the same weights, a new engine resumes it to the bit, and `from_pretrained` "
-        "reads the weights that it exports.",
+        f"{len({row.case.model for row in rows})} models of transformers {transformers.__version__} on two ranks over "
+        f"Gloo, in 3D on eight, {len(rows)} cases in {seconds:.0f} s. Each layout is run with "
+        f"{' and '.join(OPTIMIZERS)}, in {' and '.join(DTYPES)}. A case is ok if its float32 weights after {WARMUP} "
+        f"steps (OneBitAdam: of warm-up, then {AFTER} more) are those of torch's AdamW in one process to "
+        f"{TOLERANCE:g} of a tensor's largest element, its loss falls, all ranks have the same weights, a new engine "
+        "resumes it to the bit, and `from_pretrained` reads the weights that it exports.",
         "",
         "| layout | ok | refused | fails |",
         "| --- | ---: | ---: | ---: |",
