@@ -43,9 +43,6 @@ MOMENTUM_OF = ("gradients", "moves")
 LEAST_JOINED = 0.01
 """Share of its group from which layers that join later begin the refreshes anew; smaller ones wait for the next."""
 
-RESTS = 16
-"""Steps without gradients for which it pays to free the memory for them."""
-
 
 class AdamRule(Rule):
     """1-bit Adam's three kinds of steps, scheduled by `DenseSteps`.
@@ -244,6 +241,12 @@ class AdamRule(Rule):
             return True
         return g in self.variance.joined and self.schedule.is_dense(step - self.variance.joined[g])
 
+    def _rests(self, g: int, step: int) -> bool:
+        """Whether no gradients of group g are exchanged for a while after this number of steps."""
+        joined = self.variance.joined.get(g)
+        late = joined is None or self.schedule.rests(step - joined)
+        return late and self.schedule.rests(self.variance.seen_steps(g, step))
+
     def round_name(self) -> str:
         return "compressed" if any(not self.averages_gradients(bucket) for bucket in self.buckets) else "dense"
 
@@ -303,7 +306,7 @@ class AdamRule(Rule):
         """Free the buffers of buckets that exchange no gradients for a while. A hierarchy uses them in every step."""
         if not self.policy.compresses or self.placement.hierarchy.local_size > 1:
             return
-        rests = [not any(self._is_dense(g, int(count) + k) for k in range(RESTS)) for g, count in enumerate(self.steps)]
+        rests = [self._rests(g, int(count)) for g, count in enumerate(self.steps)]
         for bucket in filter(self.keeps_variance, self.buckets):
             if rests[bucket.group_index] and bucket.masks is None:
                 bucket.release_buffer()

@@ -261,7 +261,7 @@ def with_row(record: str, found: Mapping[str, Counts], when: str) -> str:
         head, row = f"## {title}\n", f"| {' | '.join([when, *map(str, counts.values())])} |\n"
         if head in record:
             before, after = record.split(head, 1)
-            table, rest = re.match(r"(\n*(?:\|.*\n)+)(.*)", after, re.DOTALL).groups()  # type: ignore[union-attr]
+            table, rest = re.match(r"(\n*(?:\|[^\n]*\n)+)(.*)", after, re.DOTALL).groups()  # type: ignore[union-attr]
             record = f"{before}{head}{table}{row}{rest}"
         else:
             columns = ["revision", *counts]

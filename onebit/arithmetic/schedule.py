@@ -107,6 +107,15 @@ class DenseSteps:
         """Number of steps, among the first `steps`, in which gradients are exchanged."""
         return sum(map(self.is_dense, range(steps)))
 
+    def rests(self, step: int, steps: int = 16) -> bool:
+        """Whether no gradient is exchanged in this step and those after it, so that memory for gradients may be freed.
+
+        Args:
+            step: The first step.
+            steps: Number of steps to look at. Default 16.
+        """
+        return not any(self.is_dense(k) for k in range(step, step + steps))
+
 
 def long_warmup(freeze_step: int | str = "auto") -> DenseSteps:
     """The dense steps of optimizers whose warm-up measures more than a variance: LAMB's trust ratios, Muon's momentum.

@@ -52,6 +52,8 @@ def test_a_record_gains_a_row(tmp_path: Path) -> None:
     record = with_row(record, {"A step": {"files": 3, "hops": 4}, "The text": {"lines": 5}}, "b")
     assert "| revision | files | hops |\n| --- | ---: | ---: |\n| a | 1 | 2 |\n| b | 3 | 4 |\n" in record
     assert record.endswith("## The text\n\n| revision | lines |\n| --- | ---: |\n| b | 5 |\n")
+    record = with_row(record, {"A step": {"files": 5, "hops": 6}}, "c")
+    assert "| b | 3 | 4 |\n| c | 5 | 6 |\n\n## The text\n" in record  # not at the end of the file
 
 
 def test_the_command_prints_and_records(
