@@ -6,15 +6,14 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
-from test_member_processes import ENV, Run
+import ranks
+from test_member_processes import Run, run
 from torch.distributed import HashStore
 
 from onebit import membership
@@ -26,16 +25,17 @@ from onebit.membership.published import Onlooker, sign
 HERE = Path(__file__).parent
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    started = Run.started(tmp_path)
-    yield started
-    started.end()
+__all__ = ["run"]  # the fixture
 
 
-def start_as_member(port: int, *command: str, options: tuple[str, ...] = ()) -> subprocess.Popen:
-    words = [sys.executable, "-m", "onebit", "run", "--join", f"127.0.0.1:{port}", *options, "--", *command]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
+def start_as_member(said: Path, port: int, *command: str, options: tuple[str, ...] = ()) -> Any:
+    """Its output goes to `said`, its errors to a file beside it."""
+    words = ("run", "--join", f"127.0.0.1:{port}", *options, "--", *command)
+    return ranks.start(*words, output=said, errors=errors_beside(said))
+
+
+def errors_beside(said: Path) -> Path:
+    return said.with_suffix(".errors")
 
 
 def status(run: Run, token: str = "test", *options: str) -> tuple[int, dict]:
@@ -87,19 +87,23 @@ def test_a_script_that_crashed_is_let_in_again(run: Run) -> None:
     """Under another name, with the run's state; and no more once SIGTERM has been passed on."""
     script = run.folder / "member.py"
     script.write_text(
-        f"import os, sys, threading\nfrom pathlib import Path\nsys.path.insert(0, {str(HERE)!r})\n"
+        f"import os, sys\nfrom pathlib import Path\nsys.path.insert(0, {str(HERE)!r})\n"
         "import member_ranks\n"
-        "if not Path(sys.argv[1]).exists():\n"
-        "    Path(sys.argv[1]).touch()\n"
-        "    threading.Timer(4.0, os._exit, [7]).start()\n"
+        "crashes = not Path(sys.argv[1]).exists()\n"
+        "Path(sys.argv[1]).touch()\n"
+        "def say(line, **options):\n"
+        "    print(line, **options)\n"
+        "    if crashes and line.startswith('step 40 '):\n"
+        "        os._exit(7)\n"
+        "member_ranks.print = say\n"
         "member_ranks.main('', '', '', sys.argv[2])\n"
     )
     token = run.folder / "secret"
     token.write_text("test\n")
     run.start("a", founders=2)
     options = ("--founders", "2", "--token-file", str(token))
-    command = start_as_member(run.port, "python", str(script), *map(str, (run.folder / "crashed", run.folder / "end")),
-                              options=options)  # fmt: skip
+    files, said = map(str, (run.folder / "crashed", run.folder / "end")), run.folder / "said"
+    command = start_as_member(said, run.port, "python", str(script), *files, options=options)
     run.await_line("a", "(?s)of 2 members.*of 1 members.*of 2 members")
     code, found = status(run)
     names = [member["name"] for member in found["members"]]
@@ -108,8 +112,8 @@ def test_a_script_that_crashed_is_let_in_again(run: Run) -> None:
     assert len(lost) == 3 and set(joined[0]) == {"a", *lost[1]}
     assert joined[2] == names[1:] != lost[1]
     command.send_signal(signal.SIGTERM)
-    output, errors = command.communicate(timeout=30)
-    assert command.returncode == 128 + signal.SIGTERM and "step" in output
+    assert command.wait(30) == 128 + signal.SIGTERM and "step" in said.read_text()
+    errors = errors_beside(said).read_text()
     assert errors.count("restart 1 of 10 in 1 s") == 1 and "restart 2" not in errors
     run.await_line("a", "(?s)of 2 members.*of 1 members.*of 2 members.*of 1 members")
 
@@ -118,24 +122,24 @@ def test_a_script_that_crashed_is_let_in_again(run: Run) -> None:
 def test_a_script_is_started_again_as_often_as_asked_and_its_status_kept(tmp_path: Path) -> None:
     """Not after a success, after SIGTERM, or once the run has ended."""
     store, starts = network.serve(0), [tmp_path / name for name in ("fails", "ends", "stopped", "late")]
-    fails, ends, stopped = (
-        start_as_member(store.port, "sh", "-c", f"echo >> {file}; {script}", options=("--restarts", "1"))
-        for file, script in zip(
-            starts, ("exit 3", "exit 0", "trap 'exit 5' TERM; while :; do sleep .1; done"), strict=False
+    said = [tmp_path / f"{file.name} says" for file in starts]
+    processes = [
+        start_as_member(words, store.port, "sh", "-c", f"echo >> {file}; {script}", options=("--restarts", "1"))
+        for words, file, script in zip(
+            said, starts, ("exit 3", "exit 0", "trap 'exit 5' TERM; while :; do sleep .1; done"), strict=False
         )
-    )
+    ]
     while not starts[2].exists():
         time.sleep(0.02)
     time.sleep(0.2)  # until the shell has set its trap
-    stopped.send_signal(signal.SIGTERM)
-    said = [process.communicate(timeout=40)[1] for process in (fails, ends, stopped)]
-    assert [process.returncode for process in (fails, ends, stopped)] == [3, 0, 5]
+    processes[2].send_signal(signal.SIGTERM)
+    assert [process.wait(40) for process in processes] == [3, 0, 5]
     assert [file.read_text().count("\n") for file in starts[:3]] == [2, 1, 1]
-    assert "it is not started again (--restarts 1)" in said[0] and said[1] == said[2] == ""
+    errors = [errors_beside(words).read_text() for words in said[:3]]
+    assert "it is not started again (--restarts 1)" in errors[0] and errors[1] == errors[2] == ""
     store.set("ended", sign("", "ended", {"why": "its members have closed", "at": time.time()}))
-    late = start_as_member(store.port, "sh", "-c", f"echo >> {starts[3]}; exit 4")
-    said_late = late.communicate(timeout=40)[1]
-    assert late.returncode == 4 and starts[3].read_text() == "\n" and "the run has ended: its members" in said_late
+    assert start_as_member(said[3], store.port, "sh", "-c", f"echo >> {starts[3]}; exit 4").wait(40) == 4
+    assert starts[3].read_text() == "\n" and "the run has ended: its members" in errors_beside(said[3]).read_text()
 
 
 @pytest.mark.parametrize("command", [["run", "--join", "127.0.0.1:1", "--", "true"], ["status", "127.0.0.1:1"]])

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import ranks
 import torch
 
 from onebit import membership
@@ -30,25 +32,21 @@ class Run:
     """A rendezvous and its members, which write into files of this folder."""
 
     folder: Path
-    port: int
-    rendezvous: subprocess.Popen
-    members: dict[str, subprocess.Popen]
+    port: int = 0
+    members: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def started(cls, folder: Path, port: int = 0) -> Run:
-        rendezvous = cls.serve(port)
-        said = rendezvous.stdout.readline()
-        return cls(folder, int(said.rpartition(":")[2]), rendezvous, {})
-
-    @staticmethod
-    def serve(port: int) -> subprocess.Popen:
-        command = [sys.executable, "-m", "onebit", "rendezvous", "--port", str(port)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENV)
+    def serve(self) -> None:
+        """The rendezvous; at the port of the one before it."""
+        said = self.folder / "rendezvous.txt"
+        self.rendezvous = ranks.start("rendezvous", "--port", str(self.port), output=said)
+        while "\n" not in said.read_text():
+            assert self.rendezvous.poll() is None, said.read_text()
+            time.sleep(0.02)
+        self.port = int(said.read_text().rpartition(":")[2])
 
     def start(self, name: str, founders: int) -> None:
-        command = [sys.executable, str(SCRIPT), f"127.0.0.1:{self.port}", name, str(founders), str(self.folder / "end")]
-        with self.output(name).open("w") as file:
-            self.members[name] = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=ENV)
+        words = (str(SCRIPT), f"127.0.0.1:{self.port}", name, str(founders), str(self.folder / "end"))
+        self.members[name] = ranks.start(*words, output=self.output(name))
 
     def output(self, name: str) -> Path:
         return self.folder / f"{name}.txt"
@@ -82,9 +80,10 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    started = Run.started(tmp_path)
-    yield started
-    started.end()
+    run = Run(tmp_path)
+    run.serve()
+    yield run
+    run.end()
 
 
 @pytest.mark.timeout(120)
@@ -93,8 +92,8 @@ def test_a_killed_member_is_missed_for_seconds_and_a_newcomer_let_in(run: Run) -
         run.start(name, founders=3)
     run.await_line("a", "step 20 of 3")
     run.members["b"].kill()
-    run.start("new", founders=3)
     run.await_line("a", "of 2 members")
+    run.start("new", founders=3)
     run.await_line("new", "of 3 members")
     a, c, new = run.ends("a", "c", "new")
     assert a[0] == c[0] == new[0] and a[1:3] == c[1:3] == ["1", "1"] and new[1:3] == ["0", "0"]
@@ -110,8 +109,7 @@ def test_nothing_stops_while_the_rendezvous_is_away(run: Run) -> None:
     run.rendezvous.kill()
     run.rendezvous.wait()
     run.await_line("a", "step 40 of 2")
-    run.rendezvous = run.serve(run.port)
-    run.rendezvous.stdout.readline()
+    run.serve()
     time.sleep(1.0)
     run.start("new", founders=2)
     run.await_line("new", "of 3 members")
@@ -150,9 +148,9 @@ def test_members_meet_after_an_epoch_that_did_not_connect_on_one_of_them(monkeyp
 
 @pytest.mark.timeout(60)
 def test_without_a_rendezvous_it_says_what_to_start(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "127.0.0.1:1", "a", "1", "none"]
-    ended = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=50)
-    assert ended.returncode == 1 and "start `onebit rendezvous --port 1`" in ended.stderr
+    said = tmp_path / "said"
+    assert ranks.start(str(SCRIPT), "127.0.0.1:1", "a", "1", "none", output=said).wait(50) == 1
+    assert "start `onebit rendezvous --port 1`" in said.read_text()
 
 
 @pytest.mark.timeout(60)

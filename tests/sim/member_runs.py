@@ -136,10 +136,22 @@ class Run:
         self.threads.append(threading.Thread(target=live, daemon=True, name=name))
         self.threads[-1].start()
 
-    def join(self, timeout_s: float = 60.0) -> Run:
+    def wait(self, timeout_s: float = 60.0) -> None:
+        """For the end of all, whatever they raised."""
         for thread in self.threads:
             thread.join(timeout_s)
         assert not any(thread.is_alive() for thread in self.threads), "a member hangs"
+
+    def joined_by(self, names: str) -> Run:
+        """join() with these newcomers, for whom the founders wait."""
+        assert not names or self.hub.holds.wait(30)
+        for name in names:
+            self.start(name)
+        return self.join()
+
+    def join(self) -> Run:
+        """Wait for the end of all; AssertionError if one has failed otherwise than by its fuse, or by coming late."""
+        self.wait()
         for name, error in self.errors.items():
             came_late = isinstance(error, MembershipError) and "the run has ended" in str(error)
             if not (came_late or isinstance(error, Killed)):

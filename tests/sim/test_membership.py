@@ -77,18 +77,26 @@ def local(model: nn.Module, members: Members, **options: Any) -> onebit.LocalSte
 
 
 def trained(
-    members: Members, steps: int, make: Make = adam, before_step: Callable[[Any], None] = lambda optimizer: None
+    members: Members,
+    steps: int,
+    make: Make = adam,
+    before_step: Callable[[Any], None] = lambda optimizer: None,
+    decay: float | None = None,
 ) -> tuple[nn.Module, Any]:
-    """A model and its optimizer after so many steps of the run."""
+    """A model and its optimizer after `steps` steps of the run. decay: of a schedule that all members keep."""
     model = net()
     optimizer = make(model, members)
-    begin(optimizer)
+    inner = optimizer.inner if isinstance(optimizer, onebit.LocalSteps) else optimizer
+    schedule = {"schedule": torch.optim.lr_scheduler.ExponentialLR(inner, decay)} if decay else {}
+    begin(optimizer, **schedule)
     draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
     while optimizer.steps_taken() < steps:
         before_step(optimizer)
         x = torch.randn(8, 12, generator=draw)
         (model(x) - x).square().mean().backward()
         optimizer.step()
+        for each in schedule.values():
+            each.step()
         optimizer.zero_grad()
     return model, optimizer
 
@@ -210,23 +218,13 @@ def test_a_step_that_others_have_taken_is_taken_over(monkeypatch: pytest.MonkeyP
     changes: list[Change] = []
     monkeypatch.setattr("onebit.membership.change._report", lambda members, found, *_: changes.append(found))
 
+    make = partial(adam, freeze_step=3, overlap=False, bucket_cap_mb=25.0)
+
     def work(members: Members) -> Tensor:
-        model = net()
-        optimizer = onebit.OnebitAdam(
-            model.parameters(), lr=1e-2, transport=members, compression="always", freeze_step=3, overlap=False
-        )
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        begin(optimizer, schedule=schedule)
-        draw, calls = torch.Generator().manual_seed(ord(members.rendezvous.name)), 0
-        while optimizer.steps_taken() < 12:
-            x = torch.randn(8, 12, generator=draw)
-            (model(x) - x).square().mean().backward()
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            calls += 1
-        assert calls == 12  # a step counts once, whoever took it
-        return torch.cat([p.detach().view(-1) for p in model.parameters()])
+        calls: list[object] = []
+        model, _ = trained(members, 12, make, calls.append, decay=0.9)
+        assert len(calls) == 12  # a step counts once, whoever took it
+        return parameters_of(model)
 
     for fuse in range(30, 48):
         first, second = founded(Hub(3), work, [INF, fuse + 0.5, INF]).join().results.values()
@@ -237,9 +235,7 @@ def test_a_step_that_others_have_taken_is_taken_over(monkeypatch: pytest.MonkeyP
 def test_a_newcomer_gets_the_state_and_counts_from_the_next_epoch() -> None:
     hub = Hub(2)
     run = founded(hub, lambda members: train(members, 20, hub), [INF, INF])
-    assert hub.holds.wait(30)
-    run.start("n")
-    run.join()
+    run.joined_by("n")
     (steps, first), *others = run.results.values()
     assert len(others) == 2 and steps == 20 and max(hub.networks) == 2
     assert all(count == 20 and torch.equal(first, params) for count, params in others)
@@ -406,10 +402,7 @@ def test_equals_the_textbook_loop_whose_workers_change(founders: int, leaves: di
     """As `test_equals_the_textbook_loop`; powers of two alone, as sums of thirds cancel to another sign."""
     hub = Hub(founders)
     run = founded(hub, lambda members: elastic(members, hub, leaves, len(newcomers)), [INF] * founders)
-    assert not newcomers or hub.holds.wait(30)
-    for name in newcomers:
-        run.start(name)
-    run.join()
+    run.joined_by(newcomers)
     stayed = list(run.results.values())
     rosters, owned, found = max(stayed, key=lambda its: len(its[0]))
     assert len(set(rosters)) == 2 and all(np.array_equal(found, its[2]) for its in stayed)
@@ -450,10 +443,7 @@ def test_local_steps_are_those_of_the_members_of_each_round(
         return rosters, params[0].detach().double().numpy()
 
     run = founded(hub, work, [INF] * founders)
-    assert not newcomers or hub.holds.wait(30)
-    for name in newcomers:
-        run.start(name)
-    run.join()
+    run.joined_by(newcomers)
     stayed = list(run.results.values())
     rosters, found = max(stayed, key=lambda its: len(its[0]))
     assert len(set(rosters)) == 2 and all(np.array_equal(found, its[1]) for its in stayed)
@@ -474,28 +464,19 @@ def test_a_newcomer_has_the_learning_rate_of_the_others() -> None:
     hub = Hub(2)
 
     def work(members: Members) -> tuple[list[float], Tensor]:
-        model = net()
-        inner = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
-        optimizer = onebit.LocalSteps(inner, every=4, transport=members)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
-        begin(optimizer, schedule=schedule)
-        draw, rates = torch.Generator().manual_seed(ord(members.rendezvous.name)), []
-        while optimizer.steps_taken() < 20:
+        rates = []
+
+        def before_step(optimizer: onebit.LocalSteps) -> None:
             if optimizer.steps_taken() == 6:
                 await_newcomers(members, hub, 1)
-            x = torch.randn(8, 12, generator=draw)
-            (model(x) - x).square().mean().backward()
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            rates.append(inner.param_groups[0]["lr"])
+            rates.append(optimizer.inner.param_groups[0]["lr"])
+
+        model, optimizer = trained(members, 20, local, before_step, decay=0.9)
         optimizer.check_replicas()
-        return rates, torch.cat([p.detach().view(-1) for p in model.parameters()])
+        return rates, parameters_of(model)
 
     run = founded(hub, work, [INF, INF])
-    assert hub.holds.wait(30)
-    run.start("n")
-    run.join()
+    run.joined_by("n")
     rates, params = run.results["a"]
     new_rates, new_params = run.results["n"]
     assert new_rates == rates[-len(new_rates) :] and len(new_rates) == 12 and torch.equal(params, new_params)
@@ -506,29 +487,18 @@ def test_a_newcomer_may_come_as_another_is_lost_within_a_step() -> None:
     hub = Hub(3)
 
     def work(members: Members) -> Tensor:
-        name, model = members.rendezvous.name, net()
-        inner = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
-        optimizer = onebit.LocalSteps(inner, every=4, transport=members)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
-        begin(optimizer, schedule=schedule)
-        draw = torch.Generator().manual_seed(ord(name))
-        while optimizer.steps_taken() < 20:
+        def before_step(optimizer: onebit.LocalSteps) -> None:
             if optimizer.steps_taken() == 7:
                 await_newcomers(members, hub, 1)
-                if name == "b":
+                if members.rendezvous.name == "b":
                     raise Killed
-            x = torch.randn(8, 12, generator=draw)
-            (model(x) - x).square().mean().backward()
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
+
+        model, optimizer = trained(members, 20, local, before_step, decay=0.9)
         optimizer.check_replicas()
-        return torch.cat([p.detach().view(-1) for p in model.parameters()])
+        return parameters_of(model)
 
     run = founded(hub, work, [INF, INF, INF])
-    assert hub.holds.wait(30)
-    run.start("n")
-    run.join()
+    run.joined_by("n")
     first, *others = run.results.values()
     assert set(run.results) == {"a", "c", "n"} and all(torch.equal(first, other) for other in others)
 
@@ -546,8 +516,7 @@ def test_members_whose_rates_differ_are_told() -> None:
             optimizer.step()
 
     run = founded(Hub(2), work, [INF, INF])
-    for thread in run.threads:
-        thread.join(30)
+    run.wait()
     assert all("different weight decay" in str(run.errors[name]) for name in "ab")
 
 
@@ -635,21 +604,11 @@ def test_a_step_before_begin_is_refused() -> None:
 
 @pytest.mark.slow
 def test_zero_one_adam_goes_on() -> None:
-    def work(members: Members) -> Tensor:
-        model = net()
-        optimizer = onebit.ZeroOneAdam(model.parameters(), lr=1e-2, transport=members, compression="always")
-        begin(optimizer)
-        draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
-        while optimizer.steps_taken() < 50:
-            x = torch.randn(8, 12, generator=draw)
-            (model(x) - x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.check_replicas()
-        return torch.cat([p.detach().view(-1) for p in model.parameters()])
+    def make(model: nn.Module, members: Members) -> onebit.ZeroOneAdam:
+        return onebit.ZeroOneAdam(model.parameters(), lr=1e-2, transport=members, compression="always")
 
     for fuse in (60.5, 121.5, 200):
-        run = founded(Hub(3), work, [INF, fuse, INF])
+        run = founded(Hub(3), lambda members: train(members, 50, make=make)[1], [INF, fuse, INF])
         run.start("n")
         run.join()
         first, *others = run.results.values()
@@ -673,8 +632,7 @@ def test_strangers_are_not_let_in(strangers: str) -> None:
         begin(optimizer)
 
     run = founded(hub, work, [INF, INF])
-    for thread in run.threads:
-        thread.join(30)
+    run.wait()
     said = [str(error) for error in run.errors.values()]
     assert said and all("token" in text if strangers == "token" else "differ between ranks" in text for text in said)
 
@@ -691,8 +649,7 @@ def test_a_newcomer_with_another_model_is_refused_and_the_others_go_on() -> None
     run = founded(hub, work, [INF, INF])
     assert hub.holds.wait(30)
     run.start("n")
-    for thread in run.threads:
-        thread.join(30)
+    run.wait()
     assert torch.equal(run.results["a"], run.results["b"])
     assert isinstance(run.errors["n"], ValueError) and "entry 0 is parameter 0" in str(run.errors["n"])
 
@@ -723,9 +680,7 @@ def test_a_copy_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(SimTransport, "broadcast", slow)
     run = founded(hub, lambda members: train(members, 20, hub), [INF, INF])
-    assert hub.holds.wait(30)
-    run.start("n")
-    run.join()
+    run.joined_by("n")
     first, *others = [params for _, params in run.results.values()]
     assert len(sent) >= 3 and len(others) == 2 and all(torch.equal(first, other) for other in others)
     assert max(hub.networks) == 2
@@ -747,8 +702,7 @@ def test_a_stranger_does_not_end_the_run_of_others() -> None:
     assert isinstance(run.errors["n"], MembershipError) and "not written with this run's token" in str(run.errors["n"])
     hub.store.set("here/2/1", 'forged {"name": "n", "missed": []}')
     hub.store.add("here/2", 1)
-    for thread in run.threads:
-        thread.join(30)
+    run.wait()
     assert torch.equal(run.results["a"], run.results["b"]) and max(hub.networks) == 2
 
 
@@ -806,7 +760,7 @@ def test_founders_begin_as_the_one_that_has_loaded_a_checkpoint(steps: int) -> N
             schedule.step()
             optimizer.zero_grad()
         optimizer.check_replicas()
-        return schedule.last_epoch, torch.cat([p.detach().view(-1) for p in model.parameters()])
+        return schedule.last_epoch, parameters_of(model)
 
     run = founded(Hub(2), work, [INF, INF]).join()
     (first, a), (second, b) = run.results.values()
@@ -828,6 +782,5 @@ def test_what_cannot_travel_is_told() -> None:
         begin(optimizer, odd=Odd())
 
     run = founded(Hub(2), work, [INF, INF])
-    for thread in run.threads:
-        thread.join(30)
+    run.wait()
     assert any("must have a state_dict of tensors" in str(error) for error in run.errors.values())
