@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import ranks
 
 HOST = """
 import time
@@ -40,25 +42,24 @@ raise SystemExit(3)
 
 
 @pytest.fixture
-def host() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def host(tmp_path: Path) -> Iterator[tuple[str, int]]:
     """The port of a store, and its process."""
-    process = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield process.stdout.readline().strip(), process
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+    script, said = tmp_path / "host.py", tmp_path / "port"
+    script.write_text(HOST)
+    process = ranks.start(str(script), output=said)
+    while not said.read_text().endswith("\n"):
+        assert process.poll() is None, said.read_text()
+        time.sleep(0.02)
+    yield said.read_text().strip(), process.pid
+    process.kill()
+    process.wait()
 
 
 @pytest.mark.parametrize("life", range(3))  # without the wait for the thread 3 of 4 ended with SIGABRT
-def test_a_process_ends_as_its_script_does_though_a_store_hangs(
-    host: tuple[str, subprocess.Popen[str]], life: int
-) -> None:
-    port, process = host
+def test_a_process_ends_as_its_script_does_though_a_store_hangs(host: tuple[str, int], life: int) -> None:
+    port, pid = host
     ended = subprocess.run(
-        [sys.executable, "-c", RANK, port, str(process.pid)],
+        [sys.executable, "-c", RANK, port, str(pid)],
         capture_output=True, text=True, timeout=60, env=dict(os.environ),
     )  # fmt: skip
     assert (ended.returncode, ended.stdout) == (3, "no answer for 0.3 s\n"), ended.stderr

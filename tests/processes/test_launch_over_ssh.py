@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ranks
 from ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +53,7 @@ class Launch:
     def __init__(self, folder: Path):
         self.folder = folder / "a folder"
         self.folder.mkdir()
+        self.output, self.errors = folder / "output", folder / "errors"
         self.write("hosts", "worker-0 slots=2\nworker-1 slots=2\n")
         self.write("train.py", SCRIPT)
         self.write("action", "")
@@ -62,22 +63,16 @@ class Launch:
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text)
 
-    def start(self, *words: str, hostfile: bool = True, **variables: str) -> subprocess.Popen[str]:
-        port = str(free_port())
+    def start(self, *words: str, hostfile: bool = True, **variables: str) -> Any:
         options = ["--hostfile", "hosts", "--master_addr", "127.0.0.1"] if hostfile else []
-        environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-        environment |= {"PYTHONPATH": str(ROOT), "HOME": str(self.folder.parent), **variables}
-        environment["PATH"] = f"{self.folder}:{environment['PATH']}"
-        return subprocess.Popen(
-            [sys.executable, "-m", "onebit", "launch", *options, "--master_port", port, *words],
-            cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
-        )  # fmt: skip
+        variables |= {"PYTHONPATH": str(ROOT), "HOME": str(self.folder.parent)}
+        variables["PATH"] = f"{self.folder}:{os.environ['PATH']}"
+        command = ("launch", *options, "--master_port", str(free_port()), *words)
+        return ranks.start(*command, output=self.output, errors=self.errors, folder=self.folder, **variables)
 
-    def run(self, *words: str, **options: object) -> tuple[int, str, str]:
-        process = self.start(*words, **options)  # type: ignore[arg-type]
-        output, errors = process.communicate(timeout=100)
-        return process.returncode, output, errors
+    def run(self, *words: str, **options: Any) -> tuple[int, str, str]:
+        code = self.start(*words, **options).wait(100)
+        return code, self.output.read_text(), self.errors.read_text()
 
     def ranks(self) -> list[dict]:
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("rank*.json"))]
@@ -110,33 +105,26 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 
 def test_ranks_words_and_variables_arrive(launch: Launch) -> None:
-    """Whatever the words: two shells read them on the way."""
+    """Whatever the words: two shells read them on the way. Hosts have unlike slots, and one of them chosen GPUs."""
     words = ["--lr", "1e-3", "two words", "", "$HOME", "`id`", "it's", 'a "b"', "*", "a\nb", "\\", "ä", "--", "-H"]
     (launch.folder.parent / ".deepspeed_env").write_text("FROM_HOME=it's $HOME\nFROM_BOTH=home\n")
     launch.write(".deepspeed_env", "FROM_BOTH=folder\n")
-    code, output, errors = launch.run("--ssh_port", "2222", "train.py", *words, NCCL_DEBUG="INFO", OTHER="1")
+    options = ("--ssh_port", "2222", "--exclude", "worker-0:0")
+    code, output, errors = launch.run(*options, "train.py", *words, NCCL_DEBUG="INFO", OTHER="1")
     assert code == 0, errors
-    ranks = launch.ranks()
-    assert [(r["STUB_HOST"], r["RANK"], r["LOCAL_RANK"]) for r in ranks] == [
-        ("worker-0", "0", "0"), ("worker-0", "1", "1"), ("worker-1", "2", "0"), ("worker-1", "3", "1"),
+    names = ("STUB_HOST", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+    assert [tuple(map(rank.get, names)) for rank in launch.ranks()] == [
+        ("worker-0", "0", "0", "1", "1"), ("worker-1", "1", "0", "2", None), ("worker-1", "2", "1", "2", None),
     ]  # fmt: skip
-    for rank in ranks:
-        assert (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"]) == ("4", "2")
+    for rank in launch.ranks():
+        assert rank["WORLD_SIZE"] == "3"
         assert rank["words"] == words and rank["folder"] == str(launch.folder)
         assert (rank["NCCL_DEBUG"], rank["FROM_HOME"], rank["FROM_BOTH"]) == ("INFO", "it's $HOME", "folder")
-        assert "OTHER" not in rank and "CUDA_VISIBLE_DEVICES" not in rank
+        assert "OTHER" not in rank
         assert rank["STUB_OPTIONS"].endswith(" -p 2222")
-    assert sorted(output.splitlines()) == [f"[worker-{r // 2}] hello from {r}" for r in range(4)]
-    assert all(f"[worker-{r // 2}] trouble at {r}\n" in errors for r in range(4))
+    assert sorted(output.splitlines()) == [f"[worker-{(r + 1) // 2}] hello from {r}" for r in range(3)]
+    assert all(f"[worker-{(r + 1) // 2}] trouble at {r}\n" in errors for r in range(3))
     assert not launch.processes()
-
-
-def test_hosts_with_unlike_slots_and_chosen_gpus(launch: Launch) -> None:
-    code, _, errors = launch.run("--exclude", "worker-0:0", "train.py")
-    assert code == 0, errors
-    assert [(r["STUB_HOST"], r["RANK"], r["LOCAL_RANK"], r.get("CUDA_VISIBLE_DEVICES")) for r in launch.ranks()] == [
-        ("worker-0", "0", "0", "1"), ("worker-1", "1", "0", None), ("worker-1", "2", "1", None),
-    ]  # fmt: skip
 
 
 def test_without_a_hostfile_ranks_start_here(launch: Launch) -> None:
@@ -167,27 +155,25 @@ def test_a_host_that_cannot_be_reached_is_named_with_what_to_do(launch: Launch) 
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough), signal.SIGKILL]
+    ("number", "action"),
+    [
+        (signal.SIGINT, "wait"),
+        pytest.param(signal.SIGTERM, "stubborn", marks=pytest.mark.thorough),
+        (signal.SIGKILL, "wait"),
+    ],
 )
-def test_a_signal_ends_all_hosts(launch: Launch, number: signal.Signals) -> None:
-    """Even one after which the launcher can do nothing: its hosts see their standard input closed."""
-    launch.write("action", "wait")
+def test_a_signal_ends_all_hosts(launch: Launch, number: signal.Signals, action: str) -> None:
+    """Even ranks that ignore SIGTERM; even by SIGKILL, after which hosts see their standard input closed."""
+    launch.write("action", action)
     process = launch.start("train.py")
     launch.await_ranks(4)
+    for k, rank in enumerate(launch.ranks()):
+        assert (rank["STUB_HOST"], rank["RANK"], rank["LOCAL_RANK"]) == (f"worker-{k // 2}", str(k), str(k % 2))
+        assert (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"]) == ("4", "2") and "CUDA_VISIBLE_DEVICES" not in rank
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), errors
+    expected = -number if number == signal.SIGKILL else 128 + number
+    assert process.wait(90) == expected, launch.errors.read_text()
     deadline = time.monotonic() + 20
-    while launch.processes() and time.monotonic() < deadline:
+    while launch.processes() and time.monotonic() < deadline and number == signal.SIGKILL:
         time.sleep(0.1)
     assert not launch.processes()
-
-
-@pytest.mark.thorough
-def test_ranks_that_ignore_sigterm_end_in_bounded_time(launch: Launch) -> None:
-    launch.write("action", "stubborn")
-    process = launch.start("train.py")
-    launch.await_ranks(4)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=90)
-    assert process.returncode == 128 + signal.SIGINT and not launch.processes()
