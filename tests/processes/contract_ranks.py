@@ -115,14 +115,12 @@ def on_four(folder: str) -> dict[str, dict]:
             "same everywhere": same_everywhere(whole),
             "norm": norm is not None and 0 < norm < 100,
         }
-        storm, is_bad = start(config), world.rank == 1
-        train(storm, FIRST)
-        before = bits(storm)
-        train(storm, 1, {0: math.inf if is_bad else 1.0})
-        mine["skipped"] = storm.skipped_steps
-        mine["left a trace"] = bits(storm) != before
-        mine["after a bad batch"] = train(storm, MORE, {1: 1e4 if is_bad else 1.0})
-        mine["same after it"] = same_everywhere(storm)
+        is_bad, before = world.rank == 1, bits(first)
+        train(first, 1, {0: math.inf if is_bad else 1.0})
+        mine["skipped"] = first.skipped_steps
+        mine["left a trace"] = bits(first) != before
+        mine["after a bad batch"] = train(first, MORE, {1: 1e4 if is_bad else 1.0})
+        mine["same after it"] = same_everywhere(first)
         try:
             wider = start(config_of(form.example, f"{place} wider", 4, gradient_clipping=1.0))
             wider.load_checkpoint(place)

@@ -464,9 +464,9 @@ def delayed() -> dict[str, object]:
     """A step is under way where an evaluation begins, and where a checkpoint is taken: both land it."""
     engine = start("intra_node", onebit=ONE_BIT | {"delay": 1})
     facts: dict[str, object] = {}
-    for name, act in (("eval", engine.eval), ("save", lambda: engine.save_checkpoint("delayed"))):
+    for name, steps, act in (("eval", 10, engine.eval), ("save", 2, lambda: engine.save_checkpoint("delayed"))):
         engine.train()
-        train(engine, 12)
+        train(engine, steps)
         was_under_way = engine.optimizer.step_under_way is not None
         act()
         facts[name] = [was_under_way, engine.optimizer.step_under_way is None]

@@ -129,11 +129,13 @@ def test_int8_of_any_width_and_batch() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_product_is_the_same() -> None:
+    """In one graph; and what the compiler is told of its shapes, strides and effects is so."""
     x, matrix, bias = torch.randn(2, 3, 8), torch.randn(8, 6).t(), torch.randn(6)
-    compiled = torch.compile(lambda x: linear(x, matrix, bias) * 2, fullgraph=True)
+    compiled = torch.compile(lambda x: linear(x, matrix, bias) * 2, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         for rows in (1, 2):
             assert torch.equal(compiled(x[:rows]), linear(x[:rows], matrix, bias) * 2)
+            torch.library.opcheck(torch.ops.onebit.onednn_linear, (x[:rows], matrix, bias))
 
 
 # ---------------------------------------------------------------- ranks
