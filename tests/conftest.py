@@ -32,9 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Whole folders that the fast tier leaves out are not imported: half of its start otherwise."""
-    is_left_out = config.getoption("tier") == "fast" and collection_path.name in tiers.PROCESS_FOLDERS
-    return True if is_left_out and collection_path.parent == TESTS else None
+    """Folders and files that a tier leaves out are not imported: half of its start, and two seconds of Lightning's."""
+    tier, is_file = config.getoption("tier"), collection_path.suffix == ".py"
+    is_left_out = tier == "fast" and collection_path.name in tiers.PROCESS_FOLDERS and collection_path.parent == TESTS
+    is_thorough = tier != "all" and is_file and tiers.IS_THOROUGH.search(collection_path.read_text())
+    return True if is_left_out or is_thorough else None
 
 
 def first_tier(item: pytest.Item) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import ranks
 
 from onebit.cli import main as onebit_command
 from onebit.cli.cluster import Cluster, available, parse_rate, sent_on_wire
@@ -227,26 +228,14 @@ def visible_state() -> tuple[set[str], set[str], set[str]]:
     )
 
 
-def _hear_all_signals() -> None:
-    """nohup ignores SIGHUP, a shell's & SIGINT, for all descendants."""
-    for ending in (signal.SIGHUP, signal.SIGINT):
-        signal.signal(ending, signal.SIG_DFL)
-
-
 @pytest.mark.net
 @pytest.mark.parametrize("ending", [None, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_nothing_is_left(can_emulate: None, ending: signal.Signals | None) -> None:
+def test_nothing_is_left(can_emulate: None, tmp_path: Path, ending: signal.Signals | None) -> None:
     before = visible_state()
     marker = f"{3 if ending is None else 600}.{uuid.uuid4().int % 10**9:09d}"
-    command = [*COMMAND, "--hosts", "2", "--launcher", "none", "--", "sleep", marker]
-    script = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=_hear_all_signals,
-    )
-    # The command and both hosts'. It imports torch first, which takes a busy machine many seconds.
-    assert eventually(lambda: len(processes_with(f"sleep {marker}")) == 3, within_s=60.0)
+    words = ("emulate", "--hosts", "2", "--launcher", "none", "--", "sleep", marker)
+    script = ranks.start(*words, output=tmp_path / "said")
+    assert eventually(lambda: len(processes_with(f"sleep {marker}")) == 2, within_s=60.0)
     (directory,) = {path for path in processes_of_keeper(script.pid)}
     sleeper = next(p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_command(p, ["sleep", marker]))
     namespaces = namespaces_of(sleeper) - namespaces_of(os.getpid())

@@ -12,6 +12,7 @@ Of a test marked `pairwise` no tier runs the whole product of its parameters: se
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -20,6 +21,8 @@ from pathlib import Path
 TIERS = ("fast", "usual", "all")
 PROCESS_FOLDERS = ("processes", "net", "scripts")
 NOT_FAST = ("processes", "net", "slow")
+IS_THOROUGH = re.compile(r"^pytestmark = [^\]\n]*\bpytest\.mark\.thorough\b", re.MULTILINE)
+"""Of files all of whose tests are."""
 EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "socket.bind", "socket.connect")
 
 
