@@ -34,6 +34,7 @@ class Spoiling(SimTransport):
         return super().all_gather(out_WB, in_B)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("frame", [1, 2])
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -276,6 +276,7 @@ def test_elements_of_unlike_size_move_alike_after_the_freeze() -> None:
 # -------------------------------------------------------------------------------- bad gradients
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb"])
 @pytest.mark.parametrize("bad_step", [2, 9])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import fused_cases as cases
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_kernels import each_isa, needs_build
+from torch import Tensor
 
 from onebit.comm import SignCodec
 from onebit.comm.kernels import cpu, library, reference
@@ -89,23 +91,33 @@ def test_threads_change_nothing(threads: int) -> None:
         torch.set_num_threads(before)
 
 
-def test_the_reference_computes_what_rule_6_says_in_float64() -> None:
-    """Within 1e-5 of the largest: float32 against float64."""
-    case = cases.Case(1, 2, 256, (400,), (torch.float32,))
+ONE = cases.Case(1, 2, 256, (400,), (torch.float32,))
+OWN = MomentumWeights(keep=0.9, add=0.1, own=0.01, unscale=0.125)
+
+
+def of_one_tensor(weights: MomentumWeights = OWN) -> tuple[MomentumInputs, Tensor, Tensor, Tensor, Tensor]:
+    """A tensor of 400 elements in two blocks. The operands; and in float64 its gradient, m, D, and what m becomes."""
     g, v, m = (cases.numbers(1, 512, seed=k) for k in range(3))
     variance = Variance(v.square(), torch.full((1, 2), 1e-3), 1.5, 1e-6)
-    weights = MomentumWeights(keep=0.9, add=0.1, own=0.01, unscale=0.125)
-    frames, residual = cases.garbage(case, 1), torch.empty(1, 512)
-    momentum = MomentumInputs([g[0, :400]], case.segments(), variance, m, weights)
-    reference.encode_momentum(momentum, EncodeOutput(None, frames, case.counts(), residual), block=256, scale="rms")
-    sent = torch.empty(1, 512)
-    reference.decode(frames, sent, block=256, weight=1.0, keep=0.0)
     D = (v.double().square() * 1.5).clamp(min=1e-3).sqrt() + 1e-6
-    grad = torch.where(torch.arange(512) < 400, g.double() * 0.125, 0.0)
-    c = 0.9 * m.double() + 0.1 * grad / (D.square() + 0.01 * grad.square()).sqrt()
-    c[:, 400:] = 0.0
-    got = (sent.double() + residual.double()).masked_fill(torch.arange(512) >= 400, 0.0)
-    assert (got - c).abs().max() < 1e-5 * c.abs().max()
+    grad = torch.where(torch.arange(512) < 400, g.double(), 0.0)
+    scaled = grad * weights.unscale
+    moved = weights.keep * m.double() + weights.add * scaled / (D.square() + weights.own * scaled.square()).sqrt()
+    return MomentumInputs([g[0, :400]], ONE.segments(), variance, m.clone(), weights), grad, m.double(), D, moved
+
+
+@pytest.mark.parametrize("factor", [None, 3.0])
+def test_the_reference_computes_what_rule_6_says_in_float64(factor: float | None) -> None:
+    """Frames + residual within 1e-5 of the largest; of the right momentum, if the residual is corrected by a factor."""
+    momentum, *_ = of_one_tensor()
+    frames, residual, sent = cases.garbage(ONE, 1), torch.empty(1, 512), torch.empty(1, 512)
+    reference.encode_momentum(momentum, EncodeOutput(None, frames, ONE.counts(), residual), block=256, scale="rms")
+    if factor:
+        reference.correct_residual(momentum, factor, residual, block=256)
+    reference.decode(frames, sent, block=256, weight=1.0, keep=0.0)
+    *_, c = of_one_tensor(replace(OWN, unscale=0.125 * (factor or 1.0)))
+    got = sent.double() + residual.double()
+    assert (got - c)[:, :400].abs().max() < 1e-5 * c[:, :400].abs().max()
 
 
 def test_the_reference_computes_what_rule_10_says_in_float64() -> None:
@@ -124,16 +136,10 @@ def test_the_reference_computes_what_rule_10_says_in_float64() -> None:
 
 def test_the_reference_computes_what_rule_8_says_in_float64() -> None:
     """Within 1e-5 of the largest: float32 against float64."""
-    g, v, m, u = (cases.numbers(1, 512, seed=k) for k in range(4))
-    p, anchor = cases.numbers(400, seed=9), torch.zeros(1, 512)
-    variance = Variance(v.square(), torch.full((1, 2), 1e-3), 1.5, 1e-6)
-    weights = MomentumWeights(keep=0.9, add=0.1, own=0.01, unscale=0.125)
-    made_of = MomentumInputs([g[0, :400]], Segments((0,), (400,), 256), variance, m.clone(), weights)
+    made_of, _, _, _, moved = of_one_tensor()
+    u, p, anchor = cases.numbers(1, 512, seed=3), cases.numbers(400, seed=9), torch.zeros(1, 512)
     step = LocalStep(made_of, u.clone(), anchor, [p.clone()], weight=0.02, kept=0.99)
     reference.local_step(step, block=256)
-    D = (v.double().square() * 1.5).clamp(min=1e-3).sqrt() + 1e-6
-    grad = torch.where(torch.arange(512) < 400, g.double() * 0.125, 0.0)
-    moved = 0.9 * m.double() + 0.1 * grad / (D.square() + 0.01 * grad.square()).sqrt()
     held = step.params[0]
     assert held is not None and torch.equal(anchor[0, :400], p) and not anchor[0, 400:].any()
     for got, expected in (
@@ -144,33 +150,11 @@ def test_the_reference_computes_what_rule_8_says_in_float64() -> None:
         assert (got.double() - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_a_corrected_residual_is_what_frames_left_of_the_right_momentum() -> None:
-    """Decoded frames + residual = the momentum with the right factor, in float64 within 1e-5 of the largest."""
-    case = cases.Case(1, 2, 256, (400,), (torch.float32,))
-    g, v, m = (cases.numbers(1, 512, seed=k) for k in range(3))
-    variance = Variance(v.square(), torch.full((1, 2), 1e-3), 1.5, 1e-6)
-    weights = MomentumWeights(keep=0.9, add=0.1, own=0.01, unscale=0.125)
-    frames, residual, sent = cases.garbage(case, 1), torch.empty(1, 512), torch.empty(1, 512)
-    momentum = MomentumInputs([g[0, :400]], case.segments(), variance, m, weights)
-    reference.encode_momentum(momentum, EncodeOutput(None, frames, case.counts(), residual), block=256, scale="rms")
-    reference.correct_residual(momentum, 3.0, residual, block=256)
-    reference.decode(frames, sent, block=256, weight=1.0, keep=0.0)
-    D = (v.double().square() * 1.5).clamp(min=1e-3).sqrt() + 1e-6
-    grad = torch.where(torch.arange(512) < 400, g.double() * 0.375, 0.0)
-    c = 0.9 * m.double() + 0.1 * grad / (D.square() + 0.01 * grad.square()).sqrt()
-    c[:, 400:] = 0.0
-    got = (sent.double() + residual.double()).masked_fill(torch.arange(512) >= 400, 0.0)
-    assert (got - c).abs().max() < 1e-5 * c.abs().max()
-
-
 def test_the_reference_computes_what_rule_12_says_in_float64() -> None:
-    case = cases.Case(1, 2, 256, (400,), (torch.float32,))
-    g, v, m = (cases.numbers(1, 512, seed=k) for k in range(3))
-    variance, sums = Variance(v.square(), torch.full((1, 2), 1e-3), 1.5, 1e-6), torch.empty(1, 2, 2)
-    reference.momentum_sums(MomentumInputs([g[0, :400]], case.segments(), variance, m, cases.WEIGHTS), sums, block=256)
-    D = (v.double().square() * 1.5).clamp(min=1e-3).sqrt() + 1e-6
-    grad = torch.where(torch.arange(512) < 400, g.double(), 0.0)
-    for got, terms in ((sums[..., 0], grad.square()), (sums[..., 1], grad * m.double() * D)):
+    made_of, grad, m, D, _ = of_one_tensor(cases.WEIGHTS)
+    sums = torch.empty(1, 2, 2)
+    reference.momentum_sums(made_of, sums, block=256)
+    for got, terms in ((sums[..., 0], grad.square()), (sums[..., 1], grad * m * D)):
         assert (got - terms.view(1, 2, 256).sum(-1)).abs().max() < 1e-5 * terms.abs().sum()
 
 

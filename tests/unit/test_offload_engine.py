@@ -156,6 +156,7 @@ class TestShares:
         return numels[True] / sum(numels.values())
 
     @pytest.mark.slow
+    @pytest.mark.pairwise
     @pytest.mark.parametrize(("ratio", "share"), [(0.0, 0.0), (0.3, 272 / 576), (1.0, 1.0)])
     @pytest.mark.parametrize("stage", [1, 2, 3])
     @pytest.mark.parametrize("name", ["AdamW", "LaProp", "Lion"])
@@ -325,6 +326,7 @@ class TestOneBit:
 
 class TestCheckpoints:
     @pytest.mark.slow
+    @pytest.mark.pairwise
     @pytest.mark.parametrize(("name", "dtype"), [("AdamW", "fp32"), ("AdamW", "bf16"), ("Lamb", "bf16")])
     @pytest.mark.parametrize(("saves_away", "loads_away"), [(True, True), (True, False), (False, True)])
     def test_resumed_is_uninterrupted(
