@@ -22,7 +22,7 @@ KILLS = ["step 1", "save 2", "load", "step 3", "save 4"]
         pytest.param("offload_optimizer", 1, marks=pytest.mark.thorough),
         ("offload_param", 1),
         ("offload_optimizer", 2),
-        ("offload_param", 2),
+        pytest.param("offload_param", 2, marks=pytest.mark.thorough),
         ("one bit", 2),
     ],
 )

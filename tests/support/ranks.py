@@ -191,7 +191,7 @@ class _Fork:
         self._ends = os.pidfd_open(self.pid)
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """The status. Raises subprocess.TimeoutExpired where the fork has not ended by then."""
+        """The status. Raises subprocess.TimeoutExpired if the fork has not ended by then."""
         if self.returncode is None:
             if not select.select([self._ends], [], [], timeout_s)[0]:
                 raise subprocess.TimeoutExpired("fork", timeout_s or 0.0)
