@@ -3,6 +3,7 @@
 # make test    install, then run the usual tests (fifteen minutes on two cores)
 #      test-fast   those without processes, network and patience (a minute and a half)
 #      test-all    all of them (twenty-five minutes)
+#      test-matrix the fast ones with the oldest, pinned and newest torch, and every Python found (5 GB each)
 # make lint    install, then ruff, mypy, and the length of commit subjects
 # make docs    install mkdocs, then build the site into site/; a link that leads nowhere is an error
 #
@@ -16,7 +17,7 @@ ARGS ?=
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test test-fast test-all lint docs clean
+.PHONY: help demo bench test test-fast test-all test-matrix lint docs clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -36,6 +37,9 @@ test-fast: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(PYTEST) --tier all --numprocesses 3 $(ARGS)
+
+test-matrix: $(INSTALLED)
+	$(BIN)/python scripts/matrix.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import sys
 import zlib
 from collections import defaultdict
@@ -74,6 +75,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         GUARD.test = ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """What an old torch cannot do is skipped: the error that says so is `comm/torch_versions.py`: `require`'s."""
+    try:
+        return (yield)
+    except BaseException as error:
+        if lacks := re.search(r"[^:\n]* needs torch [\d.]+ or later, this is [^;\s]*", str(error)):
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            pytest.skip(lacks[0].strip())
+        raise
 
 
 @pytest.hookimpl(tryfirst=True)

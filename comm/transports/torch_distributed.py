@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import torch_versions
 from .base import PeerError, Work
 from .edge import ANSWER_S, DIAGNOSIS_S, NOTES_S, ROLL_CALL_S, as_bytes, peer_error, reason
 from .forks import release_in_children
@@ -188,7 +189,7 @@ class TorchTransport(NetworkedTransport):
         if self._is_gloo(in_B):
             return self._exchange(operation, out_WB, [in_B] * self.world_size)
         return self._collective(
-            operation, (out_WB, in_B), lambda: _all_gather_single(out_WB.view(-1), in_B, self.group)
+            operation, (out_WB, in_B), lambda: torch_versions.all_gather_single(out_WB.view(-1), in_B, self.group)
         )
 
     def _all_reduce(self, operation: Operation, x: Tensor) -> Work:
@@ -388,7 +389,7 @@ class _Board:
         try:
             self._store: dist.Store = call_within(
                 timeout_s,
-                lambda: group.get_group_store().clone(),  # type: ignore[attr-defined]
+                lambda: torch_versions.own_connection(group),
                 self.port,
             )
         except (RuntimeError, TimeoutError) as error:
@@ -454,7 +455,7 @@ def _key_of(rank: int) -> str:
 
 def _innermost(group: dist.ProcessGroup) -> dist.Store:
     """The group's store without its prefixes."""
-    store = group.get_group_store()
+    store = torch_versions.group_store(group)
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
@@ -614,13 +615,6 @@ class _CollectiveWork:
 def _backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
     """{"cpu": "gloo", "cuda": "nccl"} and the like."""
     return dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
-
-
-def _all_gather_single(out: Tensor, in_: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    # torch 2.13 renamed all_gather_into_tensor and warns at every call of the old name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work = gather(out, in_, group=group, async_op=True)
-    return work
 
 
 def _network_error(error: BaseException | None) -> RuntimeError | None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..comm import torch_versions
+
 # The odd quintic a·x + b·x³ + c·x⁵, chosen by Jordan for the steepest slope at 0 that keeps singular values near 1.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
@@ -56,14 +58,14 @@ def orthogonalise_(updates: Sequence[Tensor], params: Sequence[Tensor], steps: i
 
 
 def _orthogonalise_shard_(u: Tensor, p: Any, k: int, steps: int) -> None:
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import DTensor
 
     mesh = p.device_mesh
     held = DTensor.from_local(u, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
     whole, owner = held.full_tensor(), k % mesh.size() if mesh.ndim == 1 else None
     if owner is None or mesh.get_local_rank() == owner:
         whole = newton_schulz(whole.view(len(whole), -1), steps).view(p.shape)
-    u.copy_(distribute_tensor(whole.contiguous(), mesh, p.placements, src_data_rank=owner).to_local())
+    u.copy_(torch_versions.distribute(whole.contiguous(), mesh, p.placements, source=owner).to_local())
 
 
 def adjustment(shape: Sequence[int], how: str) -> float:

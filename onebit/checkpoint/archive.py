@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import torch
 
+from ..comm import torch_versions
 from .files import CheckpointError, open_regular, reason
 
 _REMEDY = "save it again with torch.save as it is by default"
@@ -43,7 +44,8 @@ def read_archive(file: IO[bytes], pickle_module: Any = None) -> Any:
 
 def check_archive(file: IO[bytes]) -> None:
     """Raise CheckpointError unless torch.save wrote the file: a zip without compression. Rewinds it."""
-    size = file.seek(0, os.SEEK_END)
+    file.seek(0, os.SEEK_END)
+    size = file.tell()  # a part of a file returns another position from seek
     file.seek(0)
     magic = file.read(4)
     file.seek(0)
@@ -58,7 +60,7 @@ def check_archive(file: IO[bytes]) -> None:
         )
     if "data.pkl" not in records:
         raise CheckpointError(f"it is a zip file without data.pkl, which torch.save did not write; {_REMEDY}")
-    if (declared := sum(archive.get_record_size(name) for name in records)) > size:
+    if (declared := torch_versions.record_bytes(file, archive)) > size:
         raise CheckpointError(
             f"its records would take {declared} bytes, the file has {size}: they are compressed or overlap, and "
             f"torch.save writes neither; {_REMEDY}"

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ..comm import torch_versions
 from ..model_parallel import local
 from ..usage.contract import Group
 
@@ -60,8 +61,6 @@ def _local_mask(mask: Tensor, p: Tensor) -> Tensor:
     """The part of a whole parameter's mask that belongs to this rank's elements."""
     if not hasattr(p, "to_local"):
         return mask
-    from torch.distributed.tensor import distribute_tensor
-
     whole = mask.expand(p.shape).to(p.device).contiguous()
     mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
-    return local(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+    return local(torch_versions.distribute(whole, mesh, placements, source=None))

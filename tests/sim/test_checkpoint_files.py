@@ -257,7 +257,7 @@ def test_an_object_in_torchs_own_form_is_refused(tmp_path: Path) -> None:
     for path in target.iterdir():
         if path.name != files.STAMP:
             path.unlink()
-    dcp.save({"model/x": Evil(mark)}, storage_writer=dcp.FileSystemWriter(target), no_dist=True)
+    dcp.save({"model/x": Evil(mark)}, storage_writer=dcp.FileSystemWriter(target))
     mark.rmdir() if mark.exists() else None
     seal(target)
     assert str(load(Zero, tmp_path)).startswith("rank 0: ") and not mark.exists()
@@ -358,7 +358,7 @@ def test_what_earlier_versions_wrote_is_loaded_with_a_warning(
             continue
         text = torch.frombuffer(bytearray(b'{"dict": [["y", {"tensor": 0}]]}'), dtype=torch.uint8)
         state = {"model/x": torch.full((20,), fill), "own/0/text": text, "own/0/0": torch.full((5,), fill)}
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(target), no_dist=True)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(target))
         about["files"] = {path.name: path.stat().st_size for path in target.iterdir()}  # type: ignore[assignment]
         (target / "stamp.json").write_text(json.dumps(about))
     (tmp_path / "latest").write_text("step_00000002\n")

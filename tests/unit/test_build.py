@@ -175,7 +175,7 @@ def tool(name: str, *words: str) -> str:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("schema", "files"),
-    [("github-workflows", (".github/workflows/ci.yml", ".github/workflows/wheels.yml")),
+    [("github-workflows", tuple(f".github/workflows/{name}.yml" for name in ("ci", "versions", "wheels"))),
      ("citation-file-format", ("CITATION.cff",))],
 )  # fmt: skip
 def test_files_for_others_follow_their_schemas(schema: str, files: tuple[str, ...]) -> None:

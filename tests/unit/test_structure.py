@@ -73,6 +73,18 @@ def test_dependencies_point_one_way(layer: str) -> None:
         assert imported_layers(path) <= MAY_IMPORT[layer] | FACES.get(path, set()), path
 
 
+def test_one_file_knows_the_versions_of_torch() -> None:
+    """`comm/torch_versions.py`. A version that is no longer supported is then deleted in one place."""
+    tests = re.compile(
+        r"""\b(hasattr|getattr)\(\s*(torch|dist)\b[\w.]*(?<!torch\.ops\.mkldnn),\s*["']"""
+        r"""|torch\.__version__|triton\.__version__\s*[<>=]|\bTorchVersion\b|torch_versions\.TORCH\b"""
+        r"""|except ImportError.*\n\s*(from|import) torch"""
+    )
+    only_said = PACKAGE / "cli/doctor/installed.py"
+    files = {path for layer in MAY_IMPORT for path in files_of(layer)} - {PACKAGE / "comm/torch_versions.py", only_said}
+    assert {str(path): found[0] for path in files if (found := tests.search(path.read_text()))} == {}
+
+
 def test_the_reference_imports_nothing_of_ours() -> None:
     """It is the tests' oracle: what it shared with the optimizers, both could have wrong."""
     for path in (PACKAGE / "reference").glob("*.py"):

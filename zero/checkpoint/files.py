@@ -33,7 +33,7 @@ from torch.optim.optimizer import StateDict
 
 from ...checkpoint.files import CheckpointError, Sum, check_files, reason, remove
 from ...checkpoint.folder import AS_BEFORE, Checkpointing
-from ...comm import Transport
+from ...comm import Transport, torch_versions
 from ...comm.messages import gather_texts
 from ...model_parallel import local
 from ..parallel.dense import like
@@ -268,7 +268,7 @@ class Own(Sequence[object]):
     def _load(self, keys: Sequence[str]) -> list[Tensor]:
         state = {key: self._empty(key, "cpu") for key in keys}
         with knowing_that_it_is_alone():
-            state_dict_loader.load(state, storage_reader=Reader(self.folder, self.metadata), no_dist=True)
+            torch_versions.load_alone(state, Reader(self.folder, self.metadata))
         return [state[key] for key in keys]
 
     def _empty(self, key: str, device: str) -> Tensor:

@@ -16,11 +16,11 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ...checkpoint.files import STAMP, CheckpointError, check_files, read_stamp, reason
+from ...comm import torch_versions
 from .files import knowing_that_it_is_alone
 from .reshard import slice_of
 from .storage import Reader, read_table
@@ -170,6 +170,6 @@ class EngineFiles:
         try:
             with knowing_that_it_is_alone():
                 reader = Reader(self._folder, self._table)
-                state_dict_loader.load({self._prefix + name: out.detach()}, storage_reader=reader, no_dist=True)
+                torch_versions.load_alone({self._prefix + name: out.detach()}, reader)
         except Exception as error:  # damaged files make torch raise many kinds
             raise CheckpointError(f"{self._folder} cannot be read: {reason(error)}") from error

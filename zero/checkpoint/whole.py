@@ -12,10 +12,10 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ...checkpoint.files import STAMP, CheckpointError, check_files, open_regular, read_stamp, reason
+from ...comm import torch_versions
 from .files import knowing_that_it_is_alone
 from .storage import Reader, read_table
 from .weights import read_weights
@@ -114,7 +114,7 @@ def _read_engine(folder: Path) -> dict[str, Tensor]:
         entries = {name: cast(TensorStorageMetadata, table.state_dict_metadata[name]) for name in names}
         state = {name: torch.empty(at.size, dtype=at.properties.dtype, device="cpu") for name, at in entries.items()}
         with knowing_that_it_is_alone():
-            state_dict_loader.load(state, storage_reader=Reader(folder, table), no_dist=True)
+            torch_versions.load_alone(state, Reader(folder, table))
     except Exception as error:  # damaged files make torch raise many kinds
         raise CheckpointError(f"{folder} cannot be read: {reason(error)}") from error
     prefix = "model/model." if "form" in stamp else "model/"

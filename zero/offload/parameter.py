@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from ...comm import torch_versions
+
 plain = torch._C.DisableTorchFunctionSubclass
 
 
@@ -75,7 +77,7 @@ def _parameters_in(values: object) -> Iterator[StoredParameter]:
 
 
 def _getters(*names: str) -> set[object]:
-    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}  # not every torch has all
+    return {getattr(Tensor, name).__get__ for name in names}
 
 
 def _setters(*names: str) -> set[object]:
@@ -83,7 +85,7 @@ def _setters(*names: str) -> set[object]:
 
 
 def _methods(*names: str) -> set[object]:
-    return {getattr(Tensor, name) for name in names if hasattr(Tensor, name)}
+    return {getattr(Tensor, name) for name in names}
 
 
 _SET_DATA = getattr(Tensor.data, "__set__")  # noqa: B009
@@ -91,14 +93,15 @@ _ABOUT = (
     _getters(
         "shape", "dtype", "device", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "_version", "ndim",
         "nbytes", "itemsize", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested",
-        "is_xpu", "is_mps", "_base", "output_nr", "retains_grad", "names", "_backward_hooks",
+        "is_xpu", "is_mps", "_base", "output_nr", "retains_grad", "_backward_hooks",
         "_post_accumulate_grad_hooks",
     )
     | _methods(
         "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size",
-        "is_floating_point", "is_complex", "is_inference", "is_conj", "is_neg", "get_device", "has_names", "__len__",
+        "is_floating_point", "is_complex", "is_inference", "is_conj", "is_neg", "get_device", "__len__",
         "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "_is_view", "_is_zerotensor",
     )
+    | torch_versions.about_names()
     | _setters("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
     | {
         torch.is_floating_point, torch.is_complex, torch.numel,
@@ -126,15 +129,6 @@ class Saved(NamedTuple):
     offset: int
 
 
-Hooks = tuple[Callable[[Tensor], object], Callable[[Any], Tensor]]
-
-
-def hooks_in_use() -> Hooks | None:
-    """The pack and unpack hooks for saved tensors that are active now."""
-    found: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return found
-
-
 class Saving:
     """Hooks for the tensors that autograd saves: for parameters they keep only where to find them.
 
@@ -143,15 +137,16 @@ class Saving:
 
     def __init__(self, describe: Callable[[Tensor], Saved | None], restore: Callable[[Saved], Tensor]):
         self._describe, self._restore = describe, restore
+        torch_versions.watch_hooks()
         self._ours: dict[int, object] = {}
 
     def into(self, stack: ExitStack) -> None:
         """Activate the hooks until the stack closes, unless they are active already."""
-        before = hooks_in_use()
+        before = torch_versions.hooks_in_use()
         if torch.is_grad_enabled() and (before is None or getattr(before[0], "saving", None) is not self):
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks(before)))
 
-    def _hooks(self, before: Hooks | None) -> Hooks:
+    def _hooks(self, before: torch_versions.Hooks | None) -> torch_versions.Hooks:
         def pack(x: Tensor) -> object:
             with plain():
                 saved = self._describe(x)

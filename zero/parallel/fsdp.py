@@ -47,6 +47,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from ...comm import torch_versions
 from ..grid import Grid
 from ..offload.layout import kept
 from ..pipeline.layers import parts_of
@@ -95,11 +96,13 @@ def shard(
 
     Raises:
         ValueError: The stage is not 1, 2 or 3.
+        ImportError: torch is older than 2.7.
     """
     if stage not in STAGES:
         raise ValueError(
             f"stage must be 1, 2 or 3, got {stage!r}; at stage 0 nothing is sharded: give the optimizer the plain model"
         )
+    torch_versions.require_fsdp2()
     for p in model.parameters() if dtype is not None else ():
         if p.is_floating_point() and p.requires_grad and p not in whole:
             p.data = p.data.float()  # safe: no optimizer holds them yet, and FSDP2 replaces them anyway
@@ -115,7 +118,8 @@ def shard(
     for block, offloaded in zip(modules[1:], policies[1:], strict=True):
         fully_shard(block, reshard_after_forward=stage == 3, offload_policy=offloaded, **options)
     # Never reshard the root after its forward pass: backward begins with it. At stage 3 that is FSDP2's default.
-    fully_shard(model, reshard_after_forward=None if stage == 3 else False, offload_policy=policies[0], **options)
+    resharding = torch_versions.reshard_by_default() if stage == 3 else False
+    fully_shard(model, reshard_after_forward=resharding, offload_policy=policies[0], **options)
     count_passes(model, modules)
     if grid.shape.size("shard") > 1:
         take_turns(model, modules, grid.transports["shard"], stage)
@@ -219,7 +223,7 @@ def drop_unreduced(model: nn.Module) -> None:
     """Drop gradients that FSDP2 has not reduced yet, which an optimizer's zero_grad() does not reach."""
     forget_uses(model)
     for p in _parameters(model):
-        p.unsharded_accumulated_grad = None
+        torch_versions.forget_accumulated(p)
         if hasattr(p, "_unsharded_param"):
             p.unsharded_param.grad = None
 

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ...comm import Transport, Work
+from ...comm import Transport, Work, torch_versions
 from ...dense import Bucket, DenseAverager, in_buckets, real
 from ...model_parallel import local
 from ...usage.frozen import check_place, gradient_of
@@ -90,6 +90,8 @@ class Partitioned(Sharding):
         for p in those:
             moves = p in away and local(p).device.type != "cpu"
             self._shards[p] = _shard(p, grid, dtype, pin_memory=pin_memory if moves else None)
+        if stage == 1 and any(p.dtype != shard.dtype for p, shard in self._shards.items()):
+            self._stage = 1 if torch_versions.has_grad_dtype() else 2  # adding up in bfloat16 would lose precision
         self.held = _twin(model, self._shards, {})
         self._scatter: _Scatter | None = None
         self._gathered: list[list[Tensor]] = []  # parameters by the bucket in which their new rows travel
@@ -120,7 +122,8 @@ class Partitioned(Sharding):
     def _add_up_in_float32(self) -> None:
         """Make gradients of several micro-batches add up in the shards' dtype."""
         for p, shard in self._shards.items():
-            if p.grad is None and p.requires_grad:
+            if p.grad is None and p.requires_grad and p.dtype != shard.dtype:
+                torch_versions.require("adding up gradients of bfloat16 parameters in float32", at_least=(2, 10))
                 p.grad_dtype = shard.dtype
 
     @contextmanager

@@ -28,15 +28,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 
 from ...agreement.replicas import make_equal
+from ...comm import torch_versions
 from ..grid import Grid
 
 # From patterns of module names to styles. The parts between dots are matched by fnmatch, so * matches one part.
@@ -75,8 +73,7 @@ def parallelize(model: nn.Module, grid: Grid, plan: Plan, *, is_stage: bool = Fa
     ties = [places for places in _holders(model).values() if len(places) > 1]
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
     for _, module, style in found:
-        # src_data_rank=None: the values are the same on all ranks, so torch must not send them again.
-        parallelize_module(module, mesh, style, src_data_rank=None)
+        parallelize_module(module, mesh, style, **torch_versions.without_sending())
     for (_, first, its_name), *others in ties:
         for _, module, name in others:
             module.register_parameter(name, first._parameters[its_name])
@@ -246,4 +243,4 @@ def splits_sequence(plan: Plan) -> bool:
 
 
 # Styles that do not change a module's parameters.
-_LEAVES_PARAMETERS = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput, _Rearranged)
+_LEAVES_PARAMETERS = (*torch_versions.styles_of_inputs_and_outputs(), _Rearranged)

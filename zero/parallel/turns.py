@@ -18,7 +18,7 @@ gradient:
    `stand_in` walks through the modules instead, also forwards if the model did not run.
 
 Depends on `unshard`, `pre_forward`, `post_forward`, `pre_backward`, `post_backward`, `_backward_prefetch` and the final
-callback of FSDP2, which are not public, as they are in torch 2.13.
+callback of FSDP2, which are not public; `comm/torch_versions.py` has what changed between versions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ...agreement.step_vote import DesyncError
-from ...comm import Transport, Work
+from ...comm import Transport, Work, torch_versions
 
 _GATHER, _REDUCE = 0, 1
 _HEADER_BYTES = 3
@@ -42,10 +42,7 @@ def groups_of(module: nn.Module) -> list[Any]:
     """FSDP2's records of the parameters that it gathers with this module; empty for modules without FSDP2."""
     if not isinstance(module, FSDPModule):
         return []
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+    return torch_versions.fsdp_groups(module._get_fsdp_state())
 
 
 def take_turns(model: nn.Module, modules: Sequence[nn.Module], transport: Transport, stage: int) -> None:
@@ -192,11 +189,9 @@ class _Turns:
             anywhere = self._ask(_REDUCE, k, present)
             for p, is_here, is_anywhere in zip(trained, present, anywhere, strict=True):
                 if is_anywhere and not is_here:
-                    p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
-            if any(p.unsharded_accumulated_grad is not None for p in trained):
-                for p in trained:  # FSDP2 reduces gradients of one dtype together
-                    if _has_gradient(p) and p.unsharded_accumulated_grad is None:
-                        p.to_accumulated_grad_if_needed()
+                    x = p.unsharded_param
+                    x.grad = torch.zeros_like(x, dtype=torch_versions.grad_dtype(x))
+            torch_versions.accumulate_all(trained)
         self._own[k][2]()
 
     # ---------------------------------------------------------------- without a graph

@@ -24,7 +24,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from ...comm import Transport, Work
+from ...comm import Transport, Work, torch_versions
 from ...comm.messages import gather_bytes, gather_texts, raise_on_all_ranks
 from ...model_parallel import local
 from ..checkpoint.materialize import to_device
@@ -405,7 +405,7 @@ class Ties:
                 if not any(row[k] for row in rows):
                     continue
                 if p.grad is None:
-                    p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
+                    p.grad = torch.zeros_like(p, dtype=torch_versions.grad_dtype(p))
                 held = local(p.grad)
                 whole = held.contiguous()
                 if whole.numel() > 0:

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import OnebitAdam, OnebitLamb, ZeroOneAdam
-from ...comm import SignCodec, Transport, codec_named
+from ...comm import SignCodec, Transport, codec_named, torch_versions
 from ...dense import DenseAverager
 from ...zero.sharded.adam import ShardedOnebitAdam
 from .prediction import FORWARD, Schedule
@@ -128,7 +128,10 @@ class Ddp(Contender):
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
         # Replicas are equal already, and a broadcast takes time.
         self.ddp = DistributedDataParallel(
-            model, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=self.bucket_cap_mb
+            model,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=self.bucket_cap_mb,
+            **torch_versions.without_first_broadcast(),
         )
 
     def backward(self) -> None:

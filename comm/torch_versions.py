@@ -1,0 +1,288 @@
+"""Every difference between the versions of torch (2.6 and later) that this package meets: this file alone tests them.
+
+Each entry names the first version that no longer needs it ("until 2.9"); once that version is the oldest supported,
+delete the entry and call torch directly. A feature that an older torch cannot have calls `require`. Rests on torch, and
+imports its rooms when called.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+OLDEST = (2, 6)
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    """(2, 6) of "2.6.0+cu124" and of "2.6.0a0+git1234"."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+TORCH = _numbers(torch.__version__)
+"""Major and minor version of the torch that is installed."""
+
+if TORCH < OLDEST:
+    raise ImportError(
+        f"onebit needs torch {OLDEST[0]}.{OLDEST[1]} or later, this is {torch.__version__}; "
+        f"pip install 'torch>={OLDEST[0]}.{OLDEST[1]}'"
+    )
+
+
+def require(feature: str, *, at_least: tuple[int, int]) -> None:
+    """Raise ImportError, which names the feature and both versions, unless torch is at least this version."""
+    if at_least > TORCH:
+        major, minor = at_least
+        raise ImportError(
+            f"{feature} needs torch {major}.{minor} or later, this is {torch.__version__}; "
+            f"pip install 'torch>={major}.{minor}'"
+        )
+
+
+# -------------------------------------------------------------------------------- collectives
+
+
+def all_gather_single(out: Tensor, in_: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Launch the all-gather of equal tensors into one. Until 2.13, which renamed it and warns of the old name."""
+    gather: Callable[..., Any] = dist.all_gather_single if TORCH >= (2, 13) else dist.all_gather_into_tensor
+    return cast("dist.Work", gather(out, in_, group=group, async_op=True))
+
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """The store through which a group's ranks have met. Until 2.9: a group did not offer its store."""
+    asked: Any = group
+    if TORCH >= (2, 9):
+        return cast("dist.Store", asked.get_group_store())
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
+def own_connection(group: dist.ProcessGroup) -> dist.Store:
+    """The group's store over a new connection. Until 2.8: stores could not be cloned.
+
+    Older stores do not tell their prefix, so the new one has that of the group's name, which all its ranks know.
+    """
+    innermost: Any = group_store(group)
+    if TORCH >= (2, 8):
+        return cast("dist.Store", innermost.clone())
+    while isinstance(innermost, dist.PrefixStore):
+        innermost = innermost.underlying_store
+    same: dist.Store = innermost
+    if type(innermost) is dist.TCPStore:
+        same = dist.TCPStore(innermost.host, innermost.port, is_master=False, timeout=innermost.timeout)  # type: ignore[attr-defined]
+    elif type(innermost) is dist.FileStore:
+        same = dist.FileStore(innermost.path, -1)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"onebit/{group.group_name}", same)
+
+
+def without_first_broadcast() -> Mapping[str, Any]:
+    """Options of DistributedDataParallel for replicas that are equal. Until 2.7: it broadcast them all the same."""
+    return {"init_sync": False} if TORCH >= (2, 7) else {}
+
+
+# -------------------------------------------------------------------------------- DTensor, FSDP2, tensor parallelism
+
+
+def distribute(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Any], *, source: int | None) -> Any:
+    """The DTensor of a whole tensor that the rank `source` of the mesh holds; None: all ranks hold it, none sends.
+
+    Until 2.7: torch always took the values of the first rank.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    if TORCH >= (2, 7):
+        return distribute_tensor(whole, mesh, placements, src_data_rank=source)
+    if source is not None:
+        group = mesh.get_group()
+        dist.broadcast(whole, dist.get_global_rank(group, source), group)
+    held = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return held.redistribute(mesh, placements)
+
+
+def without_sending() -> Mapping[str, Any]:
+    """Options of parallelize_module if the ranks hold the same values. Until 2.7: it always sent the first rank's."""
+    return {"src_data_rank": None} if TORCH >= (2, 7) else {}
+
+
+def styles_of_inputs_and_outputs() -> tuple[type, ...]:
+    """The parallel styles that change inputs or outputs and no parameter. Until 2.8: there was none for both."""
+    from torch.distributed.tensor import parallel
+
+    both = (parallel.PrepareModuleInputOutput,) if TORCH >= (2, 8) else ()
+    return (parallel.PrepareModuleInput, parallel.PrepareModuleOutput, *both)
+
+
+def require_fsdp2() -> None:
+    """Raise ImportError unless FSDP2 works on every device and leaves parameters whole on request. Until 2.7."""
+    require("FSDP2, which is ZeRO stage 3,", at_least=(2, 7))
+
+
+def reshard_by_default() -> bool | None:
+    """fully_shard's own choice of reshard_after_forward: True, but for the root. Until 2.8: it was called True."""
+    return None if TORCH >= (2, 8) else True
+
+
+def forget_accumulated(fsdp_param: Any) -> None:
+    """Drop what FSDP2 keeps apart of a parameter's unreduced gradient. Until 2.15: then it is the gradient itself."""
+    if TORCH < (2, 15):
+        fsdp_param.unsharded_accumulated_grad = None
+
+
+def accumulate_all(fsdp_params: Sequence[Any]) -> None:
+    """Bring gradients that FSDP2 will reduce together to one dtype. Until 2.15: autograd then makes them of one."""
+    if TORCH < (2, 15) and any(p.unsharded_accumulated_grad is not None for p in fsdp_params):
+        for p in fsdp_params:
+            has_own = hasattr(p, "_unsharded_param") and p.unsharded_param.grad is not None
+            if has_own and p.unsharded_accumulated_grad is None:
+                p.to_accumulated_grad_if_needed()
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """The groups of parameters in a module's FSDP2 state. Until 2.12: there was at most one."""
+    if TORCH >= (2, 12):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+# -------------------------------------------------------------------------------- autograd
+
+
+def has_grad_dtype() -> bool:
+    """Whether gradients may have a dtype other than their parameter's. Until 2.10: they could not."""
+    return TORCH >= (2, 10)
+
+
+def grad_dtype(p: Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradient."""
+    x: Any = p
+    found: torch.dtype | None = x.grad_dtype if has_grad_dtype() else None
+    return p.dtype if found is None else found
+
+
+def about_names() -> set[object]:
+    """The functions that tell names of dimensions, as __torch_function__ gets them. torch 2.15 has none."""
+    if not hasattr(Tensor, "has_names"):
+        return set()
+    named: Any = Tensor
+    return {named.names.__get__, named.has_names}
+
+
+Hooks = tuple[Callable[[Tensor], object], Callable[[Any], Tensor]]
+
+
+def hooks_in_use() -> Hooks | None:
+    """The pack and unpack hooks for saved tensors that are active in this thread."""
+    if TORCH >= (2, 8):
+        return cast("Hooks | None", torch._C._autograd._top_saved_tensors_default_hooks(False))
+    stack = getattr(_hooks, "stack", None)
+    return stack[-1] if stack else None
+
+
+_hooks = threading.local()
+_watching = threading.Lock()
+
+
+def watch_hooks() -> None:
+    """Make `hooks_in_use` work for hooks from now on. Until 2.8: torch did not tell which are active."""
+    inner: Any = torch._C._autograd
+    with _watching:
+        if TORCH >= (2, 8) or hasattr(inner._push_saved_tensors_default_hooks, "onebit"):
+            return
+        push, pop = inner._push_saved_tensors_default_hooks, inner._pop_saved_tensors_default_hooks
+
+        def watched_push(*hooks: Any) -> None:
+            push(*hooks)
+            _hooks.__dict__.setdefault("stack", []).append(hooks)
+
+        def watched_pop() -> None:
+            pop()
+            if stack := _hooks.__dict__.get("stack"):  # empty if the hooks were there before
+                stack.pop()
+
+        watched_push.onebit = True  # type: ignore[attr-defined]
+        inner._push_saved_tensors_default_hooks = watched_push
+        inner._pop_saved_tensors_default_hooks = watched_pop
+
+
+# -------------------------------------------------------------------------------- files
+
+
+def record_bytes(file: IO[bytes], reader: Any) -> int:
+    """The bytes that the records of an archive would take, by the archive's own table. Rewinds neither.
+
+    Until 2.13: torch's reader told no sizes. Python's reads the same table then; a file that the two read differently
+    raises ValueError.
+
+    Args:
+        file: The archive, at any position.
+        reader: torch._C.PyTorchFileReader of it.
+    """
+    names: list[str] = reader.get_all_records()
+    if TORCH >= (2, 13):
+        return sum(reader.get_record_size(name) for name in names)
+    with zipfile.ZipFile(cast("IO[bytes]", _Bounded(file))) as table:
+        entries = table.infolist()
+    if sorted(entry.filename.partition("/")[2] for entry in entries) != sorted(names):
+        raise ValueError("its table of contents is ambiguous")
+    return sum(entry.file_size for entry in entries)
+
+
+class _Bounded(io.RawIOBase):
+    """A part of a file, as torch passes it, whose own view reads past its end and seeks from there the other way."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+        file.seek(0, os.SEEK_END)
+        self._size = file.tell()
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        to = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._size}[whence]
+        if to < 0:
+            raise OSError("seek before the start of the file")
+        self._file.seek(to)
+        return to
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._size - self.tell())
+        return self._file.read(left if size < 0 else min(size, left))
+
+
+def load_alone(state: dict[str, Any], reader: Any) -> None:
+    """Fill tensors from a checkpoint of torch's, on this rank alone. Until 2.7: ranks could only load together."""
+    from torch.distributed.checkpoint import state_dict_loader
+
+    if TORCH >= (2, 7):
+        state_dict_loader.load(state, storage_reader=reader, no_dist=True)
+    else:
+        state_dict_loader._load_state_dict(state, reader, no_dist=True)
+
+
+# -------------------------------------------------------------------------------- Triton
+
+
+def triton_interprets() -> bool:
+    """Whether Triton runs kernels in its interpreter. Until Triton 3.4, which torch 2.8 brings: it had no knobs."""
+    import triton
+
+    if _numbers(triton.__version__) >= (3, 4):
+        return bool(triton.knobs.runtime.interpret)
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")

@@ -1,0 +1,79 @@
+"""What older versions of torch need, run on this one: each way gives what the other gives."""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from onebit.comm import torch_versions
+
+ROOT = Path(__file__).parents[2]
+both = pytest.mark.parametrize("version", [torch_versions.OLDEST, torch_versions.TORCH], ids=["oldest", "this"])
+
+
+def test_the_oldest_is_the_packages_bound() -> None:
+    named = re.findall(r"torch>=([\d.]+)", (ROOT / "pyproject.toml").read_text())
+    assert len(named) == 2 and {tuple(map(int, one.split("."))) for one in named} == {torch_versions.OLDEST}
+
+
+def test_a_feature_that_needs_a_newer_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_versions.require("this test", at_least=torch_versions.OLDEST)
+    monkeypatch.setattr(torch_versions, "TORCH", (2, 6))
+    with pytest.raises(
+        ImportError, match=r"^FSDP2, .* needs torch 2\.7 or later, this is \d.*; pip install 'torch>=2\.7'"
+    ):
+        torch_versions.require_fsdp2()
+
+
+@both
+@pytest.mark.parametrize("before", [0, 100])
+def test_records_are_counted_in_a_part_of_a_file(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], before: int
+) -> None:
+    monkeypatch.setattr(torch_versions, "TORCH", version)
+    archive = io.BytesIO()
+    torch.save({"x": torch.ones(1000), "y": torch.ones(3)}, archive)
+    with zipfile.ZipFile(archive) as table:
+        expected = sum(one.file_size for one in table.infolist())
+    whole = io.BytesIO(bytes(before) + archive.getvalue() + bytes(before))
+    part = _create_file_view(whole, before, len(archive.getvalue()))
+    archive.seek(0)
+    assert torch_versions.record_bytes(part, torch._C.PyTorchFileReader(archive)) == expected
+
+
+@both
+def test_hooks_in_use_are_the_innermost(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
+    inner = torch._C._autograd
+    for name in ("_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"):
+        monkeypatch.setattr(inner, name, getattr(inner, name))  # puts back what `watch_hooks` replaces
+    monkeypatch.setattr(torch_versions, "TORCH", version)
+    torch_versions.watch_hooks()
+    torch_versions.watch_hooks()
+
+    def same(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    assert torch_versions.hooks_in_use() is None
+    with torch.autograd.graph.saved_tensors_hooks(same, same):
+        with torch.autograd.graph.save_on_cpu():
+            assert torch_versions.hooks_in_use() not in (None, (same, same))
+        assert torch_versions.hooks_in_use() == (same, same)
+    assert torch_versions.hooks_in_use() is None
+
+
+@both
+def test_one_rank_loads_a_checkpoint_of_torchs(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch_versions, "TORCH", version)
+    dcp.save({"x": torch.ones(3)}, checkpoint_id=tmp_path)
+    state = {"x": torch.zeros(3)}
+    torch_versions.load_alone(state, dcp.FileSystemReader(tmp_path))
+    assert state["x"].tolist() == [1.0] * 3
