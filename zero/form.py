@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT, StateDict
 
-from ..comm import Transport, torch_versions
+from ..comm import Transport
 from ..model_parallel import ModelParallelGroup, model_parallel_group_of
 from .config.optimizers import OptimizerChoice, build_optimizer
 from .config.sections import Onebit
@@ -166,12 +166,9 @@ class Form(ABC):
 
         Raises:
             ValueError: The model, grid or configuration does not fit.
-            ImportError: ZeRO stage 3 needs a newer torch.
             TypeError: A parameter has a dtype that does not fit.
         """
         config, shape = given.config, given.grid.shape
-        if config.zero_optimization.stage == 3:
-            torch_versions.require_fsdp2()
         for name in config.onebit.forward_methods:
             if not callable(getattr(given.model, name, None)):
                 raise ValueError(f"onebit.forward_methods: {type(given.model).__name__} has no method {name!r}")

@@ -39,7 +39,7 @@ class InnerStep:
                 torch._foreach_mul_([local(grad) for grad in grads.values()], scale)
             with self._replica.on_masters():
                 self._inner.step()
-        kept = [kept_by_decay(group) for group in self._inner.param_groups]
+        kept = [kept_by_decay(self._inner, group) for group in self._inner.param_groups]
         if is_taken:
             self._correct(grads)
         else:

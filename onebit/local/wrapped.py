@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..bucket_optimizer import BucketOptimizer
+from ..comm import torch_versions
 from ..layout.masters import is_low
 from ..model_parallel import local
 from ..usage.contract import Group, State, check_number, refuse_copy
@@ -127,6 +128,7 @@ def are_finite(grads: Iterable[Tensor]) -> bool:
     return all(bool(x.isfinite().all()) for x in held)  # sums of finite elements may overflow float32
 
 
-def kept_by_decay(group: Group) -> float:
+def kept_by_decay(inner: torch.optim.Optimizer, group: Group) -> float:
     """Factor of a parameter in one step by weight decay, if that is decoupled from the gradient; else 1."""
-    return 1.0 - float(group["lr"]) * float(group["weight_decay"]) if group.get("decoupled_weight_decay") else 1.0
+    is_decoupled = torch_versions.decouples_decay(inner, group)
+    return 1.0 - float(group["lr"]) * float(group["weight_decay"]) if is_decoupled else 1.0

@@ -19,13 +19,13 @@ from large_ranks import Net, net, on_meta, write_folder
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import onebit
 from onebit import zero
 from onebit.checkpoint.files import CheckpointError
-from onebit.comm import SimTransport, run_ranks
+from onebit.comm import SimTransport, run_ranks, torch_versions
 from onebit.zero.checkpoint.reshard import slice_of
 from onebit.zero.checkpoint.weight_files import open_weights
 from onebit.zero.checkpoint.weights import write_weights
@@ -332,7 +332,7 @@ def test_a_rank_checks_the_pieces_that_its_slice_touches(shape: tuple[int, ...],
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
             try:
                 mesh = init_device_mesh("cpu", (3,))
-                out = distribute_tensor(torch.zeros(shape), mesh, [Shard(dim)], src_data_rank=None)
+                out = torch_versions.distribute(torch.zeros(shape), mesh, [Shard(dim)], source=None)
                 place = slice_of(out)
                 open_weights(tmp_path / "x.safetensors").copy_to("x", out)
                 assert torch.equal(out.to_local(), x[place])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import onebit
 from onebit import onebit_muon
 from onebit.arithmetic.muon import adjustment, newton_schulz
-from onebit.comm import IdentityCodec, SignCodec, SimTransport, hierarchical, run_ranks
+from onebit.comm import IdentityCodec, SignCodec, SimTransport, hierarchical, run_ranks, torch_versions
 from onebit.reference.onebit_muon import OnebitMuon as OnebitMuonOracle
 from onebit.reference.onebit_muon import orthogonalised
 from onebit.step.link_probe import CompressionPolicy
@@ -91,6 +91,7 @@ def test_newton_schulz_is_the_quintic_of_the_singular_values(shape: tuple[int, i
 
 def test_the_rate_of_a_matrix_is_that_of_torch() -> None:
     """torch.optim.Muon on one matrix whose update is known: the same step, up to its bfloat16."""
+    torch_versions.require("torch.optim.Muon", at_least=(2, 9))
     for how in ("match_rms_adamw", "original"):
         for shape in ((8, 32), (32, 8)):
             p = nn.Parameter(torch.zeros(shape))

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_origin
 
 import provenance
 import pytest
@@ -462,7 +462,7 @@ def test_the_reference_lists_each_name_once_with_its_docstring() -> None:
     assert len(set(REFERENCE)) == len(REFERENCE)
     for dotted in REFERENCE:
         listed = found(dotted)
-        if inspect.isclass(listed) or inspect.isfunction(listed):
+        if (inspect.isclass(listed) and get_origin(listed) is None) or inspect.isfunction(listed):
             assert listed.__doc__, dotted
 
 

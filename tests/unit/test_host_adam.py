@@ -337,9 +337,10 @@ def values(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("is_decoupled", [True, False])
 def test_a_model_trains_as_with_torchs_adam(is_decoupled: bool) -> None:
     ours, theirs = net(), net()
-    options = {"lr": 1e-3, "weight_decay": 0.05, "decoupled_weight_decay": is_decoupled}
-    one = onebit.HostAdam(ours.parameters(), **options)
-    torchs = torch.optim.Adam(theirs.parameters(), foreach=False, **options)
+    options = {"lr": 1e-3, "weight_decay": 0.05}
+    one = onebit.HostAdam(ours.parameters(), decoupled_weight_decay=is_decoupled, **options)
+    of_torch = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    torchs = of_torch(theirs.parameters(), foreach=False, **options)
     train(ours, one, 100)
     train(theirs, torchs, 100)
     assert (values(ours) - values(theirs)).abs().max() < 1e-6
