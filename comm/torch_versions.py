@@ -7,6 +7,7 @@ imports its rooms when called.
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import os
 import threading
@@ -289,10 +290,17 @@ def load_alone(state: dict[str, Any], reader: Any) -> None:
 # -------------------------------------------------------------------------------- Triton
 
 
-def triton_interprets() -> bool:
-    """Whether Triton runs kernels in its interpreter. Until Triton 3.4, which torch 2.8 brings: it had no knobs."""
-    import triton
+_OLDEST_TRITON = (3, 6)
+"""The oldest that GPUs have run; it comes with torch 2.11. The interpreters of 3.2 and 3.4 fail at the kernels."""
 
-    if _numbers(triton.__version__) >= (3, 4):
-        return bool(triton.knobs.runtime.interpret)
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+def why_no_triton() -> str:
+    """One sentence: why the Triton that is installed cannot run the kernels. Empty if it can. Does not import it."""
+    try:
+        found = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # a nightly's has another name, and is new
+        return ""
+    if _numbers(found) >= _OLDEST_TRITON:
+        return ""
+    major, minor = _OLDEST_TRITON
+    return f"the kernels need Triton {major}.{minor} or later, as torch 2.11 brings it; this is Triton {found}"

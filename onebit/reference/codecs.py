@@ -17,7 +17,9 @@ Blocks = Sequence[slice]
 def to_bfloat16(x: Array) -> Array:
     """Round float64 to the nearest bfloat16, ties to even (through float32, as the wire's scales are)."""
     bits = np.asarray(x, dtype=np.float32).view(np.uint32).astype(np.uint64)
-    rounded: Array = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    # Typed numbers: NumPy 1 adds a plain one to a uint64 scalar as floats.
+    is_odd = (bits >> np.uint64(16)) & np.uint64(1)
+    rounded: Array = (bits + np.uint64(0x7FFF) + is_odd) & np.uint64(0xFFFF0000)
     return rounded.astype(np.uint32).view(np.float32).astype(np.float64)
 
 
@@ -43,7 +45,7 @@ def parameter_blocks(sizes: Sequence[int], block: int) -> list[slice]:
 def scale_above(largest: float) -> float:
     """The least bfloat16 not below `largest`, so that rounding the scale clips no element of a block."""
     bits = np.asarray(largest, dtype=np.float32).view(np.uint32).astype(np.uint64)
-    return float(((bits + 0xFFFF) & 0xFFFF0000).astype(np.uint32).view(np.float32))
+    return float(((bits + np.uint64(0xFFFF)) & np.uint64(0xFFFF0000)).astype(np.uint32).view(np.float32))
 
 
 def whole_steps(c: Array, blocks: Blocks, most: int) -> Array:

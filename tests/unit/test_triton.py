@@ -30,14 +30,13 @@ from torch import Tensor
 from onebit.comm import EncodeOutput, MomentumInputs, ParamUpdate, Segments, SignCodec, Variance, kernels
 from onebit.comm.kernels import reference
 from onebit.comm.kernels.operands import GradientSum, LocalStep, OwnerStep
+from onebit.comm.kernels.triton import why_not
 
 pytestmark = pytest.mark.processes  # interpreters and compilers
 
 CASES = Path(__file__).parents[1] / "support" / "triton_cases.py"
 CHECK = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'onebit[triton]'"
-)
+needs_triton = pytest.mark.skipif(bool(why_not()), reason=f"needs Triton: {why_not()}")
 not_interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="compiles: run it without TRITON_INTERPRET=1"
 )

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 
+from ... import torch_versions
+
 NAME = "triton"
 SERVES = "cuda"
 FRAMES = dict.fromkeys(("sign", "int8", "int4"), ".triton.backend")
@@ -15,10 +17,10 @@ FRAMES = dict.fromkeys(("sign", "int8", "int4"), ".triton.backend")
 
 @functools.cache
 def why_not() -> str:
-    """One sentence: what is missing and what to do. Empty if Triton is installed."""
+    """One sentence: what is missing and what to do. Empty if Triton is installed, and new enough."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install 'onebit[triton]' (Linux; CUDA builds of torch bring it)"
-    return ""
+    return torch_versions.why_no_triton()
 
 
 def describe() -> str:

@@ -18,10 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import torch_versions
 from ..arguments import SIGN, Edge, Frame
 
-INTERPRETED: bool = torch_versions.triton_interprets()
+INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether this process runs the kernels in Triton's interpreter, on host tensors: TRITON_INTERPRET=1 at the import."""
 
 VERSION: str = triton.__version__
