@@ -239,7 +239,8 @@ class AdamRule(Rule):
         """Whether gradients of group g are exchanged in the step after this number of steps."""
         if self.policy.compresses is False or self.schedule.is_dense(self.variance.seen_steps(g, step)):
             return True
-        return g in self.variance.joined and self.schedule.is_dense(step - self.variance.joined[g])
+        joined = self.variance.joined.get(g)
+        return joined is not None and step >= joined and self.schedule.is_dense(step - joined)
 
     def _rests(self, g: int, step: int) -> bool:
         """Whether no gradients of group g are exchanged for a while after this number of steps."""
