@@ -63,3 +63,26 @@ def test_a_process_ends_as_its_script_does_though_a_store_hangs(host: tuple[str,
         capture_output=True, text=True, timeout=60, env=dict(os.environ),
     )  # fmt: skip
     assert (ended.returncode, ended.stdout) == (3, "no answer for 0.3 s\n"), ended.stderr
+
+
+SLOW = """
+import sys, time
+from onebit.comm.transports import hanging
+
+def late() -> None:
+    time.sleep(1.5)
+    sys.stdout.write("came back\\n")
+    sys.stdout.flush()
+
+hanging._LINGER_S = 0.0
+try:
+    hanging.call_within(0.1, late, None)
+except TimeoutError:
+    print("no answer", flush=True)
+"""
+
+
+def test_a_process_waits_at_its_end_for_a_call_that_comes_back_late() -> None:
+    """Whether or not this torch aborts a process whose thread comes back while Python ends."""
+    ended = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "no answer\ncame back\n"), ended.stderr
