@@ -22,7 +22,7 @@ def test_the_doctor_finds_the_link_and_what_pays(tmp_path: Path, launcher: str) 
     if reason := available():
         pytest.skip(f"emulated hosts: {reason}")
     file = tmp_path / "doctor.json"
-    doctor = ["doctor", "--params", "400k", "--compute", "0.05", "--methods", "onebitadam", "--json", str(file)]
+    doctor = ["doctor", "--params", "1m", "--compute", "0.05", "--methods", "onebitadam", "--json", str(file)]
     emulate = ["emulate", "--hosts", "2", "--rate", "50mbit", "--launcher", launcher, "--timeout", "100", "--"]
     output, errors = tmp_path / "output", tmp_path / "errors"
     code = ranks.start(*emulate, sys.executable, "-m", "onebit", *doctor, output=output, errors=errors).wait(TIMEOUT_S)

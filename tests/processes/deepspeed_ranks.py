@@ -18,7 +18,7 @@ from onebit.zero import grid as grids
 from onebit.zero.deepspeed import zero_to_fp32
 from onebit.zero.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
-ONE_BIT = {"compression": "always", "block": 64}
+ONE_BIT = {"compression": "always", "block": 64, "warmup_codec": "int8"}
 FORMS = {
     "dense, stage 3": ("AdamW", 3, 2, {}),
     "dense, stage 0": ("AdamW", 0, 1, {}),

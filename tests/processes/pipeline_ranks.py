@@ -42,8 +42,14 @@ def config_of(case: Mapping, data_ranks: int) -> dict:
         "optimizer": {"type": case["optimizer"], "params": dict(PARAMS[case["optimizer"]])},
         "zero_optimization": {"stage": case.get("zero", 0)},
         "pipeline": {"stages": case.get("pipe", 1), **case.get("pipeline", {})},
-        # Small buckets, so that there are several; blocks that halves of the parameters fill.
-        "onebit": {"compression": "always", "bucket_cap_mb": 0.01, "block": 64, "check_replicas_every": 4},
+        # Small buckets, so that there are several; blocks that halves of the parameters fill; gradients close to exact.
+        "onebit": {
+            "compression": "always",
+            "bucket_cap_mb": 0.01,
+            "block": 64,
+            "check_replicas_every": 4,
+            "warmup_codec": "int8",
+        },
     }
     if "dtype" in case:
         config[case["dtype"]] = {"enabled": True}

@@ -21,7 +21,7 @@ from ranks import Ended, run_torchrun
 from torch import Tensor, nn
 
 import onebit
-from onebit.comm import SignCodec, SimTransport
+from onebit.comm import Int8Codec, SignCodec, SimTransport
 from onebit.comm.transports.simulated import run_ranks
 
 pytestmark = pytest.mark.timeout(300)  # one start of ranks runs many layouts
@@ -135,6 +135,8 @@ def twin(transport: SimTransport, name: str, tied: bool, clip: float, micro_batc
         (net,) = model.stages([range(len(model))])
     options = dict(PARAMS[name])
     common = {"compression": "always", "bucket_cap_mb": 0.01, "codec": SignCodec(64), "check_replicas_every": 4}
+    if name == "OneBitAdam":
+        options["warmup_codec"] = Int8Codec(64)
     kinds = {"OneBitAdam": onebit.OnebitAdam, "OneBitLamb": onebit.OnebitLamb, "ZeroOneAdam": onebit.ZeroOneAdam}
     optimizer = None
     if name in kinds:

@@ -326,7 +326,7 @@ def test_summary_tells_what_was_sent(tmp_path: Path) -> None:
     rows = read_csv(tmp_path / "run.csv")
     assert summary["sent_bytes"] == sum(int(row["sent_bytes"]) for row in rows)
     assert summary["first_compressed_step"] == 5
-    assert float(rows[3]["bits_per_parameter"]) > 8 > 3 > float(rows[4]["bits_per_parameter"])
+    assert float(rows[3]["bits_per_parameter"]) > 4 > 3 > float(rows[4]["bits_per_parameter"])
 
 
 def test_missing_tensorboard_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

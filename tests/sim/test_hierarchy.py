@@ -23,6 +23,7 @@ from onebit.comm import (
     Hierarchy,
     IdentityCodec,
     Int8Codec,
+    Log4Codec,
     SignCodec,
     SimTransport,
     Transport,
@@ -332,10 +333,10 @@ def test_what_crosses_nodes_is_an_lth_of_what_a_flat_world_sends(H: int, L: int)
         return out
 
     W, vote = H * L, 17 + 26  # with the summary of a header
-    B, int8 = SignCodec().frame_bytes(2048), Int8Codec().frame_bytes(2048)
+    B, gradients = SignCodec().frame_bytes(2048), Log4Codec().frame_bytes(2048)
     inside = (L - 1) * 4 * n // L
     for steps in run_nodes(H, L, ours):
-        for (sent, across, bits), frame in zip(steps, (int8, B, B), strict=True):
+        for (sent, across, bits), frame in zip(steps, (gradients, B, B), strict=True):
             assert across == 2 * (H - 1) * frame + (W - L) * vote
             assert sent == across + inside + (L - 1) * H * frame + (L - 1) * vote
             assert bits == pytest.approx(8 * across / n)

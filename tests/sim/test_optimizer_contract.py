@@ -13,7 +13,7 @@ from family import FAMILY, FREEZE, averaged_gradients, flat, fresh, loss_of, mak
 from torch import Tensor, nn
 
 import onebit
-from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
+from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates, long_warmup
 from onebit.checkpoint import optimizer_state
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
 
@@ -142,7 +142,7 @@ def test_auto_freeze_resumes_too(name: str) -> None:
         net, optimizer = fresh(transport, name, freeze_step="auto")
         phases, saved = [], {}
         for step in range(120):
-            if step in (90, 104, 105, 110):
+            if step in ((3, 5, 7, 61) if name == "OnebitAdam" else (90, 104, 105, 110)):
                 saved[step] = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
             train(transport, range(step, step + 1), net, optimizer)
             phases.append(optimizer.stats.phase)
@@ -158,11 +158,9 @@ def test_auto_freeze_resumes_too(name: str) -> None:
     results = run_ranks(2, ours)
     assert [equal for equal, _ in results] == [True, True]
     phases = results[0][1]
-    assert phases.index("compressed") == 101 and [k for k, what in enumerate(phases) if what == "refresh"] == [
-        104,
-        108,
-        112,
-    ]
+    dense = (DenseSteps() if name == "OnebitAdam" else long_warmup()).is_dense
+    assert [k for k, what in enumerate(phases) if what != "compressed"] == list(filter(dense, range(120)))
+    assert "warmup" in phases and "refresh" in phases
 
 
 def _break_shard(state: dict) -> None:
