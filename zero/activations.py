@@ -24,16 +24,13 @@ from typing import cast
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..agreement.step_vote import DesyncError
 
-__all__ = ["Keep", "checkpoint", "checkpoint_with", "kept_by_default"]
-
-# On a GPU the comparison of inputs waits for the device, so it is made in a few of many calls.
-_COMPARED, _OUT_OF = 8, 1024
+__all__ = ["Keep", "checkpoint", "checkpoint_with", "kept_by_default", "kept_within"]
 
 
 class Keep:
@@ -53,10 +50,20 @@ class Keep:
         self._group, self._place = group, place
         self._ranks = 1 if group is None else dist.get_world_size(group)
         self._file: _File | None = None
-        self._gathered = 0
+        self._differ: Tensor | None = None  # on a GPU: whether sums of a gather differed that nobody has looked at
+
+    def moves(self, tensor: Tensor) -> bool:
+        """Whether this input is to wait elsewhere: one that a gradient flows into, and is not in its place already."""
+        is_activation = tensor.requires_grad and not tensor.is_leaf and tensor.is_floating_point()
+        is_there = self._place == "device" or (self._place == "host" and tensor.device.type == "cpu")
+        return is_activation and (self._ranks > 1 or not is_there)
 
     def hooks(self) -> AbstractContextManager[object]:
         """Return a context in which tensors saved for the backward pass are kept so."""
+        if self._differ is not None:  # waits for a GPU once after a backward pass, instead of at each gather
+            differ, self._differ = self._differ, None
+            if bool(differ):
+                raise self._desync()
         if self._place == "device" and self._ranks == 1:
             return nullcontext()
         return saved_tensors_hooks(self._pack, self._unpack)
@@ -89,16 +96,20 @@ class Keep:
         """The bytes of all ranks' shares. With each comes the sum of its rank's whole tensor."""
         shares = [torch.empty_like(share) for _ in range(self._ranks)]
         dist.all_gather(shares, share, group=self._group)
-        self._gathered += 1
-        if share.device.type == "cpu" or self._gathered % _OUT_OF < _COMPARED:
-            sums = torch.stack([each[-_SUM:] for each in shares]).view(torch.int64).flatten().tolist()
-            if len(set(sums)) > 1:
-                raise DesyncError(
-                    f"{_rank()}a checkpointed part has other inputs on other ranks of its group, so that none of them "
-                    "can keep a share for all; give the ranks the same inputs and the same seeds of dropout, or keep "
-                    'inputs whole: "partition_activations": false'
-                )
+        sums = torch.stack([each[-_SUM:] for each in shares])
+        differ = (sums != sums[0]).any()
+        if share.device.type != "cpu":
+            self._differ = differ if self._differ is None else self._differ | differ
+        elif bool(differ):
+            raise self._desync()
         return torch.cat([each[:-_SUM] for each in shares])
+
+    def _desync(self) -> DesyncError:
+        return DesyncError(
+            f"{_rank()}a checkpointed part has other inputs on other ranks of its group, so that none of them can keep "
+            "a share for all; give the ranks the same inputs and the same seeds of dropout, or keep inputs whole: "
+            '"partition_activations": false'
+        )
 
 
 @dataclass
@@ -213,14 +224,24 @@ def _rank() -> str:
 
 # ---------------------------------------------------------------- checkpointing
 
-_default = Keep()
+_defaults = [Keep()]  # the last counts: that of the module whose forward pass runs
 _calls = 0
 
 
 def kept_by_default(keep: Keep) -> None:
     """Set where `checkpoint` keeps inputs from here on if it is not told: for this process, all models."""
-    global _default
-    _default = keep
+    _defaults[0] = keep
+
+
+def kept_within(module: nn.Module, keep: Keep) -> None:
+    """Set it for the forward passes of this module alone: another model has other ranks with the same inputs."""
+    module.register_forward_pre_hook(lambda *_: _defaults.append(keep))
+    module.register_forward_hook(lambda *_: _leave(keep), always_call=True)
+
+
+def _leave(keep: Keep) -> None:
+    if _defaults[-1] is keep and len(_defaults) > 1:
+        _defaults.pop()
 
 
 def checkpoint_calls() -> int:
@@ -245,15 +266,28 @@ def checkpoint(function: Callable[..., object], *args: object, keep: Keep | None
         Its outputs.
 
     Raises:
-        DesyncError: In the backward pass: ranks of the group had different inputs.
+        DesyncError: Ranks of the group had different inputs. In the backward pass; on a GPU at the next call.
+        RuntimeError: In the backward pass: an input that stayed in its place was modified in place since.
         OSError: The file cannot be written, or its disk is full.
     """
     global _calls
     _calls += 1
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    keep = keep or _defaults[-1]
+    hooks = keep.hooks()
     flat, spec = tree_flatten((args, kwargs))
-    moved = [k for k, value in enumerate(flat) if _is_activation(value)]
+    tensors_at = [k for k, value in enumerate(flat) if isinstance(value, Tensor)]
+    # Without hooks torch itself sees that an input was modified in place; of those that stay beside others we do.
+    moved = tensors_at if isinstance(hooks, nullcontext) else [k for k in tensors_at if keep.moves(flat[k])]
+    versions = {k: flat[k]._version for k in tensors_at if k not in moved and not flat[k].is_inference()}
 
     def run(*tensors: Tensor) -> object:
+        if any(flat[k]._version != version for k, version in versions.items()):
+            raise RuntimeError(
+                f"{_rank()}an input of a checkpointed part was modified in place after its forward pass, so that it "
+                "cannot be computed again; write a new tensor instead"
+            )
         for k, tensor in zip(moved, tensors, strict=True):
             flat[k] = tensor
         again, named = tree_unflatten(flat, spec)
@@ -262,7 +296,7 @@ def checkpoint(function: Callable[..., object], *args: object, keep: Keep | None
         return function(*again, **named)
 
     tensors = [flat[k] for k in moved]
-    with (keep or _default).hooks():
+    with hooks:
         return torch.utils.checkpoint.checkpoint(run, *tensors, use_reentrant=False)
 
 
@@ -273,7 +307,3 @@ def checkpoint_with(keep: Keep) -> Callable[..., object]:
         return checkpoint(function, *args, keep=keep, **kwargs)
 
     return call
-
-
-def _is_activation(value: object) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and not value.is_leaf and value.is_floating_point()

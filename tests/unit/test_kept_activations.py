@@ -89,6 +89,39 @@ def test_shapes_and_strides_come_back(x: Tensor, place: str, tmp_path: Path) -> 
     assert stride == stride_again or torch.empty_like(x).stride() != x.stride()
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("of", ["an activation", "a mask"])
+def test_an_input_that_was_modified_in_place_is_never_computed_with_again(place: str, of: str, tmp_path: Path) -> None:
+    """In a file it is a copy, and gradients are right; elsewhere it is an error."""
+    x, mask = torch.ones(3, requires_grad=True), torch.ones(3)
+    h = x * 1
+    y = checkpoint(lambda h, mask: (h * mask).square(), h, mask, keep=keep_at(place, tmp_path))
+    with torch.no_grad():
+        (h if of == "an activation" else mask).add_(1.0)
+    if place == "folder" and of == "an activation":
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.full((3,), 2.0))
+    else:
+        with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|in place after)"):
+            y.sum().backward()
+
+
+def test_another_model_keeps_its_inputs_where_it_did(tmp_path: Path) -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    keep = Keep(place=str(tmp_path))
+    seen = []
+    for module in (first, second):
+        module.register_forward_pre_hook(lambda *_: seen.append(activations._defaults[-1]))
+    activations.kept_within(first, keep)
+    first.register_forward_pre_hook(lambda *_: seen.append(activations._defaults[-1]))
+    first(torch.ones(3))
+    second(torch.ones(3))
+    with pytest.raises(RuntimeError):
+        first(torch.ones(4))
+    second(torch.ones(3))
+    assert [each is keep for each in seen] == [False, True, False, False, True, False]
+
+
 def test_a_graph_that_is_kept_can_go_backward_twice(tmp_path: Path) -> None:
     x = torch.randn(4, requires_grad=True)
     y = checkpoint(torch.sin, x * 1, keep=Keep(place=str(tmp_path))).sum()
@@ -167,7 +200,7 @@ def test_configure_reads_a_file_a_dict_and_arguments(tmp_path: Path) -> None:
             (None, {"partition_activations": True}, "device"),  # without ranks that compute on the same inputs
         ]:
             checkpointing.configure(None, given, **options)  # type: ignore[arg-type]
-            assert activations._default._place == place and activations._default._group is None
+            assert activations._defaults[0]._place == place and activations._defaults[0]._group is None
         with pytest.raises(ValueError, match=r"ds\.json: activation_checkpointing.*cpu_checkpointin"):
             path.write_text('{"activation_checkpointing": {"cpu_checkpointin": true}}')
             checkpointing.configure(None, path)

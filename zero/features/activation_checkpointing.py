@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from ..activations import Keep, checkpoint_calls, checkpoint_with, kept_by_default
+from ..activations import Keep, checkpoint_calls, checkpoint_with, kept_within
 from ..config.whole import Config
 from ..feature import Asked, Feature
 from ..grid import Grid
+from ..pipeline.layers import parts_of
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -47,7 +48,8 @@ class ActivationCheckpointing(Feature):
         if self._settings.partition_activations and group is None and grid.world.rank == 0:
             log.info("partition_activations divides nothing: there is one tensor rank")
         keep = Keep(group, self._folder or ("host" if self._settings.cpu_checkpointing else "device"))
-        kept_by_default(keep)
+        for part in parts_of(model):
+            kept_within(part, keep)
         module: Any
         for module in model.modules():  # of transformers, after gradient_checkpointing_enable()
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
