@@ -3,7 +3,7 @@
     make test-matrix
     python scripts/matrix.py --torch 2.8.0 --python python3.12 --tier usual tests/processes
 
-Each combination has its own environment, .venv-torch-2.6 and the like, which is kept: a torch with CUDA takes 5 GB.
+Each combination has its own environment, .venv-torch-2.6-3.10 and the like, which is kept: torch with CUDA takes 5 GB.
 Needs a checkout whose kernels are built (`pip install -e .`); they serve every torch and Python.
 """
 
@@ -62,13 +62,21 @@ def interpreters() -> dict[str, str]:
 def combinations(found: dict[str, str]) -> list[tuple[str, str]]:
     """(torch, Python): the oldest torch with the oldest Python, the newest two together, the pinned with the others."""
     versions = list(found)
-    return [(OLDEST, versions[0]), *((pinned(), version) for version in versions[1:-1]), (NEWEST, versions[-1])]
+    return [
+        (OLDEST, versions[0]),
+        *((pinned(), version) for version in versions[1:-1] or versions[-1:]),
+        (NEWEST, versions[-1]),
+    ]
 
 
 def environment(torch: str, version: str, command: str, also: list[str]) -> Path:
     """The Python of an environment with this torch, which is made if it is missing."""
     short = "-".join(
-        [torch if torch == NEWEST else ".".join(torch.split(".")[:2]), *([] if not also else ["with", *also])]
+        [
+            torch if torch == NEWEST else ".".join(torch.split(".")[:2]),
+            *([] if version == "python" else [Path(version).name]),
+            *([] if not also else ["with", *also]),
+        ]
     )
     folder = ROOT / f".venv-torch-{re.sub('[^a-z0-9.-]', '', short)}"
     python = folder / "bin/python"

@@ -168,7 +168,8 @@ def _rank(rank: int, port: int, folder: Path, cases: Sequence[Case], answers: Co
         answers.send(found)
         if found.error and not found.is_refused:
             break
-    time.sleep(TIMEOUT_S)  # others may still talk to it; the process that forked ends it
+    else:
+        time.sleep(TIMEOUT_S)  # others may still talk to it; the process that forked ends it
     os._exit(0)  # without taking apart what was imported before the fork
 
 
