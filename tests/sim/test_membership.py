@@ -226,10 +226,13 @@ def test_a_step_that_others_have_taken_is_taken_over(monkeypatch: pytest.MonkeyP
         assert len(calls) == 12  # a step counts once, whoever took it
         return parameters_of(model)
 
-    for fuse in range(30, 48):
-        first, second = founded(Hub(3), work, [INF, fuse + 0.5, INF]).join().results.values()
-        assert torch.equal(first, second)
-    assert any(found.took_step for found in changes)
+    for _ in range(10):  # a survivor that hears of the loss before it reads the message has not taken the step
+        for fuse in range(30, 48):
+            first, second = founded(Hub(3), work, [INF, fuse + 0.5, INF]).join().results.values()
+            assert torch.equal(first, second)
+        if any(found.took_step for found in changes):
+            return
+    pytest.fail("no survivor had taken a step that the other had not")
 
 
 def test_a_newcomer_gets_the_state_and_counts_from_the_next_epoch() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
@@ -342,6 +343,7 @@ def _end() -> NoReturn:
 
 
 def main(argv: list[str]) -> None:
+    faulthandler.enable()  # a rank that crashes, once in many runs, says in which call
     mode, *rest = _serve() if argv == ["serve"] else argv
     if mode in ("fork", "at once"):
         n, folder, *call = rest
