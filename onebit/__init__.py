@@ -22,6 +22,7 @@ from .lion import Lion
 from .local.intervals import QSR, Auto
 from .local.local_steps import LocalSteps
 from .model_parallel import transports_of
+from .muon import Muon
 from .onebit_adam import OnebitAdam
 from .onebit_lamb import OnebitLamb
 from .onebit_muon import OnebitMuon
@@ -30,9 +31,9 @@ from .version import VERSION as __version__
 from .zero_one_adam import ZeroOneAdam
 
 __all__ = [
-    "QSR", "Auto", "DDPHookState", "DesyncError", "HostAdam", "LaProp", "Lamb", "Lion", "LocalSteps", "OnebitAdam",
-    "OnebitLamb", "OnebitMuon", "ReplicaError", "SkippedStepsError", "ZeroOneAdam", "__version__", "comm", "ddp_hook",
-    "muon_groups", "sync_buffers", "transports_of",
+    "QSR", "Auto", "DDPHookState", "DesyncError", "HostAdam", "LaProp", "Lamb", "Lion", "LocalSteps", "Muon",
+    "OnebitAdam", "OnebitLamb", "OnebitMuon", "ReplicaError", "SkippedStepsError", "ZeroOneAdam", "__version__", "comm",
+    "ddp_hook", "muon_groups", "sync_buffers", "transports_of",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

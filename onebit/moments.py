@@ -1,4 +1,4 @@
-"""The bases of dense optimizers: `DenseOptimizer` of all, and `MomentOptimizer` of LaProp and Lion.
+"""The bases of dense optimizers: `DenseOptimizer` of all, and `MomentOptimizer` of LaProp, Lion and Muon.
 
 The state of the latter is a few float32 moments of each parameter. A rule writes `_update`, its formula for lists of
 tensors. State, float32 masters of low-precision parameters, and the checks of groups and of loaded states are here.
@@ -76,12 +76,20 @@ class MomentOptimizer(DenseOptimizer):
     """
 
     moments: ClassVar[tuple[str, ...]]
-    """Names of the moments in the state."""
+    """Names of the moments in the state, if they are the same in all groups; see `_moments_of`."""
 
     def __init__(self, params: object, defaults: Group, **torchs: Unpack[TorchOptions]):
         name = type(self).__name__
         check_arguments(name, torchs)
         super().__init__(listed_parameters(name, params), defaults)
+
+    def _moments_of(self, group: Group) -> tuple[str, ...]:
+        """Names of the moments that a group's parameters have."""
+        return self.moments
+
+    def _check_group(self, where: str, group: Group) -> None:
+        """Raise TypeError or ValueError if a param group has an option that is not supported, or out of its range."""
+        check_group(where, group)
 
     def _update(
         self, group: Group, held: list[Tensor], grads: list[Tensor], steps: Sequence[int], *moments: list[Tensor]
@@ -93,7 +101,7 @@ class MomentOptimizer(DenseOptimizer):
             held: Parameters, or their masters, modified in place.
             grads: Their gradients, float32.
             steps: Number of each one's step, from 1.
-            *moments: Their moments, a list for each of `moments`, modified in place.
+            *moments: Their moments, a list for each of `_moments_of` the group, modified in place.
         """
         raise NotImplementedError
 
@@ -102,11 +110,23 @@ class MomentOptimizer(DenseOptimizer):
         super().add_param_group(param_group)
         g, group = len(self.param_groups) - 1, self.param_groups[-1]
         try:
-            check_group(f"group {g}", group)
+            self._check_group(f"group {g}", group)
             check_parameters(0, [(p, f"parameter {k} of group {g}") for k, p in enumerate(group["params"])])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+
+    @torch.no_grad()
+    def begin_state(self) -> None:
+        """Give each parameter without state that of step 0, to read a checkpoint into."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and not self.state[p]:
+                    self.state[p] = self._first_state(group, p)
+
+    def _first_state(self, group: Group, p: Tensor) -> State:
+        zeros = {name: torch.zeros_like(p, dtype=torch.float32) for name in self._moments_of(group)}
+        return {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")} | zeros
 
     def load_state_dict(self, state_dict: State) -> None:
         """As torch's, but moments stay float32.
@@ -122,7 +142,8 @@ class MomentOptimizer(DenseOptimizer):
         for group, there in pairs:
             for p, key in zip(group["params"], there["params"], strict=True):
                 if entry := saved["state"].get(key):
-                    names = (*self.moments, MASTER) if MASTER in entry else self.moments
+                    moments = self._moments_of(group)
+                    names = (*moments, MASTER) if MASTER in entry else moments
                     self.state[p] |= {name: entry[name].to(p.device, torch.float32, copy=True) for name in names}
 
     def _step_group(self, group: Group) -> None:
@@ -130,14 +151,13 @@ class MomentOptimizer(DenseOptimizer):
         for p in params:
             if not self.state[p]:
                 check_parameters(0, [(p, "a parameter")])  # it may have come into its group without add_param_group
-                self.state[p] = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")}
-                self.state[p] |= {name: torch.zeros_like(p, dtype=torch.float32) for name in self.moments}
+                self.state[p] = self._first_state(group, p)
             self.state[p]["step"] += 1
         if not params:
             return
         held = [own_master(self.state[p], p.detach()) if is_low(p) else p for p in params]
         grads = [p.grad.float() for p in params if p.grad is not None]
-        moments = [[self.state[p][name] for p in params] for name in self.moments]
+        moments = [[self.state[p][name] for p in params] for name in self._moments_of(group)]
         self._update(group, held, grads, [int(self.state[p]["step"]) for p in params], *moments)
         round_into_(params, held)
 
@@ -145,19 +165,20 @@ class MomentOptimizer(DenseOptimizer):
         where, name = "cannot load this optimizer state: ", type(self).__name__
         check_saved_groups(where, state["param_groups"], self.param_groups)
         for group, there in zip(self.param_groups, state["param_groups"], strict=True):
+            moments = self._moments_of(group)
             for p, key in zip(group["params"], there["params"], strict=True):
                 entry = state["state"].get(key, {})
                 check_master(where, f"parameter {key}", entry, p)
-                if entry and (missing := [name for name in ("step", *self.moments) if name not in entry]):
+                if entry and (missing := [name for name in ("step", *moments) if name not in entry]):
                     raise ValueError(
                         f"{where}parameter {key} has no {missing[0]} there, so it is not {name}'s; load a state of "
                         f"{name}, or none"
                     )
-                if extra := sorted(entry.keys() - {"step", MASTER, *self.moments}):
+                if extra := sorted(entry.keys() - {"step", MASTER, *moments}):
                     raise ValueError(
                         f"{where}parameter {key} has {extra[0]} there, so it is not {name}'s; load a state of {name}, "
                         "or none"
                     )
-                if wrong := [name for name in self.moments if entry and entry[name].shape != p.shape]:
+                if wrong := [name for name in moments if entry and entry[name].shape != p.shape]:
                     shapes = f"shape {tuple(entry[wrong[0]].shape)} there and {tuple(p.shape)} here"
                     raise ValueError(f"{where}{wrong[0]} of parameter {key} has {shapes}; load that of this model")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from .arithmetic.muon import adjustment, orthogonalise_
+from .arithmetic.muon import adjustment, check_rule, check_use_muon, orthogonalise_
 from .arithmetic.schedule import DenseSteps, long_warmup
 from .comm import Codec
 from .layout.bucket import Bucket
@@ -25,8 +25,6 @@ from .usage.signature import shows_all_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-ADJUSTMENTS = ("match_rms_adamw", "original")
 
 
 class Matrices(Meeting):
@@ -52,12 +50,7 @@ class MuonRule(AdamRule):
         adjust_lr: str,
     ):
         super().__init__(schedule, warmup_codec, bias_correction=bias_correction, variance_floor=variance_floor)
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
-        if ns_steps < 1:
-            raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
-        if adjust_lr not in ADJUSTMENTS:
-            raise ValueError(f"adjust_lr must be one of {', '.join(ADJUSTMENTS)}, got {adjust_lr!r}")
+        check_rule(momentum, ns_steps, adjust_lr)
         self.beta, self.nesterov, self.ns_steps, self.adjust_lr = momentum, nesterov, ns_steps, adjust_lr
 
     def options(self) -> dict[str, object]:
@@ -249,14 +242,4 @@ class OnebitMuon(CompressedOptimizer):
     def _check_group(self, where: str, group: Group) -> None:
         """As every optimizer of the family; and check that the group has use_muon, and fits its parameters."""
         super()._check_group(where, group)
-        if not isinstance(group.get("use_muon"), bool):
-            raise ValueError(
-                f"{where} has no use_muon: set it to True for hidden matrices, to False for embeddings, head and "
-                "vectors; onebit.muon_groups(model, head=...) makes such groups"
-            )
-        vectors = [tuple(p.shape) for p in group["params"] if p.dim() < 2]
-        if group["use_muon"] and vectors:
-            raise ValueError(
-                f"{where} has use_muon and a parameter of shape {vectors[0]}, which is no matrix; move it to a group "
-                "with use_muon=False, as onebit.muon_groups does"
-            )
+        check_use_muon(where, group)

@@ -1,12 +1,12 @@
 """Muon's arithmetic (Jordan et al., 2024, kellerjordan.github.io/posts/muon): a momentum's nearest orthogonal matrix.
 
 `newton_schulz` works on one matrix, `orthogonalise_` on those of a model; `muon_groups` and `with_use_muon` select the
-parameters that are hidden matrices. The optimizer is in `onebit_muon.py`.
+parameters that are hidden matrices. The optimizers are in `../muon.py`, dense, and `../onebit_muon.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from ..comm import torch_versions
 
 # The odd quintic a·x + b·x³ + c·x⁵, chosen by Jordan for the steepest slope at 0 that keeps singular values near 1.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
+
+ADJUSTMENTS = ("match_rms_adamw", "original")
+"""Rules by which a matrix's learning rate follows from its shape; see `adjustment`."""
 
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
@@ -78,6 +81,36 @@ def adjustment(shape: Sequence[int], how: str) -> float:
     """
     rows, columns = shape[0], torch.Size(shape[1:]).numel()
     return float(0.2 * max(rows, columns) ** 0.5 if how == "match_rms_adamw" else max(1.0, rows / columns) ** 0.5)
+
+
+def check_rule(momentum: float, ns_steps: int, adjust_lr: str) -> None:
+    """Raise ValueError if an option of Muon's is out of its range."""
+    if not 0.0 <= momentum < 1.0:
+        raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
+    if ns_steps < 1:
+        raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
+    if adjust_lr not in ADJUSTMENTS:
+        raise ValueError(f"adjust_lr must be one of {', '.join(ADJUSTMENTS)}, got {adjust_lr!r}")
+
+
+def check_use_muon(where: str, group: Mapping[str, Any]) -> None:
+    """Raise ValueError if a param group has no use_muon, or does not fit it.
+
+    Args:
+        where: Beginning of the message.
+        group: The param group.
+    """
+    if not isinstance(group.get("use_muon"), bool):
+        raise ValueError(
+            f"{where} has no use_muon: set it to True for hidden matrices, to False for embeddings, head and "
+            "vectors; onebit.muon_groups(model, head=...) makes such groups"
+        )
+    vectors = [tuple(p.shape) for p in group["params"] if p.dim() < 2]
+    if group["use_muon"] and vectors:
+        raise ValueError(
+            f"{where} has use_muon and a parameter of shape {vectors[0]}, which is no matrix; move it to a group "
+            "with use_muon=False, as onebit.muon_groups does"
+        )
 
 
 def muon_groups(model: nn.Module, *, head: nn.Module | None) -> list[dict[str, Any]]:

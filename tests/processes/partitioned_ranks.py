@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import onebit
 from onebit import zero
 from onebit.zero import grid as grids
 
@@ -375,3 +376,40 @@ def several_engines() -> dict[str, Any]:
     engines["reference"].load_checkpoint("weights", "trained", load_module_only=True)
     grid.close()
     return found
+
+
+def trains_with_muon(folder: str) -> None:
+    """Dense Muon at every stage, on a model with matrices of odd sizes, of three dimensions and of one row."""
+    torch.set_num_threads(1)
+    grid, found = grids.start(backend="gloo", timeout_s=30.0, shard=2), {}
+    muon = {"type": "Muon", "params": {"lr": 0.01, "muon_lr": 0.05, "head": "head", "weight_decay": 0.1}}
+    for stage in range(1, 4):
+        engine = zero.initialize(model=_matrices(), config=config(stage, 1, muon), grid=grid)[0]
+        for step in range(STEPS):
+            engine.backward(engine.module(inputs(step, 0, grid.world.rank)).square().mean())
+            engine.step()
+        found[stage] = whole(engine)
+    torch.save(found, f"{folder}/{grid.world.rank}.pt")
+    grid.close()
+
+
+def alone_with_muon() -> dict[str, Tensor]:
+    model = _matrices()
+    groups = onebit.muon_groups(model, head=model.head)
+    for group in groups:
+        group["lr"] = 0.05 if group["use_muon"] else 0.01
+    optimizer = onebit.Muon(groups, weight_decay=0.1, adjust_lr="original")
+    for step in range(STEPS):
+        for rank in range(2):
+            (model(inputs(step, 0, rank)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def _matrices() -> nn.Sequential:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Unflatten(1, (7, 1)), nn.Conv1d(7, 3, 1), nn.Flatten())
+    model.add_module("narrow", nn.Linear(3, 1))
+    model.add_module("head", nn.Linear(1, 3))
+    return model

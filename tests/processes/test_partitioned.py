@@ -11,6 +11,7 @@ from partitioned_ranks import (
     LOSSES,
     MICROS,
     alone,
+    alone_with_muon,
     config,
     is_rounded_right,
     leaves_unused_alone,
@@ -18,6 +19,7 @@ from partitioned_ranks import (
     shares_a_trunk,
     trains,
     trains_at_stage_3,
+    trains_with_muon,
     unfreezes,
 )
 from ranks import run_torchrun
@@ -105,3 +107,13 @@ def test_stage_3_leaves_whole_what_fsdp2_refuses(tmp_path: Path) -> None:
         trunk, method = results[rank]
         assert "is sharded by FSDP2 already" in trunk and "stages 1 and 2" in trunk
         assert "onebit.forward_methods: _Missing has no method 'encode'" in method
+
+
+def test_muons_matrices_are_orthogonalised_whole_at_every_stage(tmp_path: Path) -> None:
+    """Shards of a matrix meet, and its rows are those of one process; a shard by itself would get another update."""
+    run_torchrun(2, trains_with_muon, str(tmp_path)).check()
+    expected = alone_with_muon()
+    for rank in range(2):
+        for stage, weights in torch.load(tmp_path / f"{rank}.pt").items():
+            for name, x in weights.items():
+                torch.testing.assert_close(x, expected[name], rtol=0, atol=2e-5, msg=f"stage {stage}, {name}")

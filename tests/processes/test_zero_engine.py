@@ -49,6 +49,7 @@ DENSE = [
     (config_of("AdamW", **at(2), **BF16, gradient_clipping=1.0), 2, "dense"),
     (config_of("Adam", **at(0)), 1, "dense"),
     (config_of("Lamb", {"lr": 0.03}, **at(3), **FP16), 2, "dense"),
+    (config_of("Muon", {"head": "head", "adam_lr": 0.01}, **at(3), **BF16), 2, "dense"),
     (config_of("Lion", {"lr": 0.005}, **at(1), **BF16, gradient_clipping=1.0), 2, "dense"),
 ]
 

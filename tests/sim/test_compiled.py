@@ -27,6 +27,7 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "Lamb": onebit.Lamb,
     "LaProp": onebit.LaProp,
     "Lion": onebit.Lion,
+    "Muon": lambda params: onebit.Muon([{"params": list(params), "use_muon": False}]),
     "HostAdam": onebit.HostAdam,
     "LocalSteps": lambda params: onebit.LocalSteps(torch.optim.AdamW(params), transport=SimTransport()),
     "Offload": lambda params: onebit.zero.Offload(params, torch.optim.AdamW),

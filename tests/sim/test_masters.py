@@ -26,7 +26,14 @@ def make(name: str, params: list[nn.Parameter], transport: SimTransport, **optio
     return make_of(name, nn.ParameterList(params), transport, **options)
 
 
-DENSE = {"Lamb": onebit.Lamb, "LaProp": onebit.LaProp, "Lion": onebit.Lion}
+DENSE = {
+    "Lamb": onebit.Lamb,
+    "LaProp": onebit.LaProp,
+    "Lion": onebit.Lion,
+    "Muon": lambda ps, **options: onebit.Muon(
+        [{"params": ps[::2], "use_muon": True}, {"params": ps[1:2], "use_muon": False}], **options
+    ),
+}
 STEPS = 14
 
 

@@ -241,11 +241,18 @@ EVERY: dict[str, Callable[[list[nn.Parameter], SimTransport], torch.optim.Optimi
     "Lamb": lambda ps, _: onebit.Lamb(ps),
     "LaProp": lambda ps, _: onebit.LaProp(ps),
     "Lion": lambda ps, _: onebit.Lion(ps, lr=1e-3),  # so that 8 steps move bfloat16
+    "Muon": lambda ps, _: onebit.Muon(by_dimensions(ps), lr=1e-2),
     "HostAdam": lambda ps, _: onebit.HostAdam(ps),
     "HostAdam, small": lambda ps, _: onebit.HostAdam(ps, moment_dtype=torch.bfloat16, variance_dtype=torch.uint8),
     "Offload": lambda ps, _: zero.Offload(ps, onebit.HostAdam, mode="gradients"),
 }
-DENSE = ("Lamb", "LaProp", "Lion", "HostAdam", "HostAdam, small", "Offload")
+DENSE = ("Lamb", "LaProp", "Lion", "Muon", "HostAdam", "HostAdam, small", "Offload")
+
+
+def by_dimensions(params: list[nn.Parameter]) -> list[dict[str, object]]:
+    return [
+        {"params": [p for p in params if (p.dim() > 1) == use_muon], "use_muon": use_muon} for use_muon in (True, False)
+    ]
 
 
 def matrices_and_vectors() -> list[nn.Parameter]:

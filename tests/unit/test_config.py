@@ -458,7 +458,6 @@ DATA_EFFICIENCY = [
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "float16 needs a loss scale"),
         ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}}, 'enable neither "fp16" nor "bf16"'),
         ({"optimizer": {"type": "muadam"}}, r"there is no MuAdam here: pass initialize\(optimizer=lambda params"),
-        ({"optimizer": {"type": "Muon"}}, 'there is no Muon here: write "OneBitMuon", or pass'),
         ({"bf16": {}, "bfloat16": {}}, 'bfloat16 is another name of "bf16", which is also there'),
     ],
     ids=lambda value: str(value)[:60],

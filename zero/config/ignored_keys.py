@@ -130,7 +130,7 @@ ZERO = {
     "zenflow": Inert(OBJECT, "there is one form of offload"),
     "log_trace_cache_warnings": Inert(BOOL, "there is no trace cache", fine=(False,)),
     "enable_sanity_checks": Inert(BOOL, '"onebit": {"check_replicas_every": ...} compares the replicas', (False,)),
-    "save_muon_momentum_buffer_in_memory": Inert(BOOL, "there is no Muon", fine=(False,)),
+    "save_muon_momentum_buffer_in_memory": Inert(BOOL, "moments are where the optimizer's state is"),
     "cpu_offload_use_pin_memory": Inert(BOOL, 'write it as "pin_memory" of offload_optimizer'),
 }
 

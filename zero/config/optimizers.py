@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ...comm import Codec
-from .entries import adagrad, adam, lamb, laprop, lion, onebit_adam, onebit_lamb, onebit_muon, sgd, zero_one_adam
+from .entries import adagrad, adam, lamb, laprop, lion, muon, onebit_adam, onebit_lamb, onebit_muon, sgd, zero_one_adam
 from .entries.base import BuildOptions, OptimizerEntry, OptimizerParams
 from .reader import Reading, read_choice
 
@@ -37,6 +37,7 @@ _ENTRIES: tuple[OptimizerEntry[Any], ...] = (
     lamb.ENTRY,
     laprop.ENTRY,
     lion.ENTRY,
+    muon.ENTRY,
     sgd.ENTRY,
     adagrad.ENTRY,
     onebit_adam.ENTRY,
@@ -47,10 +48,7 @@ _ENTRIES: tuple[OptimizerEntry[Any], ...] = (
 OPTIMIZERS = {entry.name: entry for entry in _ENTRIES}
 
 _HANDED_OVER = "pass initialize(optimizer=lambda params: {}), and leave the block out"
-ELSEWHERE = {
-    "Muon": 'write "OneBitMuon", or ' + _HANDED_OVER.format("torch.optim.Muon(params)"),
-    **{name: _HANDED_OVER.format(f"mup.{name}(params)") for name in ("MuAdam", "MuAdamW", "MuSGD")},
-}
+ELSEWHERE = {name: _HANDED_OVER.format(f"mup.{name}(params)") for name in ("MuAdam", "MuAdamW", "MuSGD")}
 """Optimizers of DeepSpeed's files that are not here, each with what to do instead."""
 
 

@@ -24,6 +24,7 @@ from ...dense import DenseAverager
 from ...layout.masters import NAME as MASTER
 from ...layout.masters import is_low
 from ...model_parallel import ModelParallelGroup, gathered, local
+from ...moments import MomentOptimizer
 from ..config.whole import Config
 from ..form import Given, choice_of
 from ..grid import GridShape
@@ -40,7 +41,7 @@ def _begin_state(optimizer: torch.optim.Optimizer) -> None:
 
     An optimizer without any state is left to torch, which begins all of it.
     """
-    if isinstance(optimizer, Offload):
+    if isinstance(optimizer, Offload | MomentOptimizer):
         optimizer.begin_state()
         return
     known = next(((p, entry) for p, entry in optimizer.state.items() if entry), None)

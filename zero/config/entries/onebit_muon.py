@@ -9,11 +9,12 @@ from typing import ClassVar, cast
 import torch
 from torch import nn
 
-from ....arithmetic.muon import hidden_matrices, with_use_muon
+from ....arithmetic.muon import ADJUSTMENTS, hidden_matrices, with_use_muon
 from ....arithmetic.schedule import long_warmup
-from ....onebit_muon import ADJUSTMENTS, OnebitMuon
+from ....onebit_muon import OnebitMuon
 from ..schema import BOOL, FLOAT, INT, STEPS, TEXT, Inert, key
 from .base import ONE_BIT_INERT, AdamParams, BuildOptions, Footprint, OptimizerEntry
+from .muon import named_head
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,7 @@ class OnebitMuonParams(AdamParams):
             )
         if self.head is None:
             return cast("nn.Module | None", model.get_output_embeddings())  # type: ignore[operator]
-        try:
-            return model.get_submodule(self.head) if self.head else None
-        except AttributeError as missing:
-            raise ValueError(f"optimizer.params.head: {missing}; write a name of model.named_modules()") from missing
+        return named_head(model, self.head)
 
 
 def _build(p: OnebitMuonParams, params: object, given: BuildOptions) -> torch.optim.Optimizer:
