@@ -52,6 +52,13 @@ FP16 = {
     "fp16_opt_level": Inert(TEXT, "there is one form of mixed precision"),
 }
 
+_ALL_MESSAGES = "all operations of the backend are listed"
+COMMS_LOGGER = {
+    "prof_all": Inert(BOOL, _ALL_MESSAGES, fine=(True,)),
+    "prof_ops": Inert(LIST, _ALL_MESSAGES, fine=([],)),
+    "debug": Inert(BOOL, "callers are not named; see torch.profiler with with_stack", fine=(False,)),
+}
+
 BF16 = {
     "immediate_grad_update": Inert(BOOL, "gradients are summed where autograd leaves them"),
     "bf16_master_weights_and_grads": Inert(BOOL, "master weights are float32", fine=(False,)),
@@ -211,7 +218,6 @@ _EIGENVALUE = _SWITCH | {
     "layer_name": TEXT,
     "layer_num": INT,
 }
-_COMMS_LOGGER = _SWITCH | {"verbose": BOOL, "prof_all": BOOL, "debug": BOOL, "prof_ops": LIST}
 _CHECKPOINT = {
     "tag_validation": TEXT,
     "load_universal": BOOL,
@@ -251,7 +257,6 @@ TOP_LEVEL = {
     "autotuning": Inert(_AUTOTUNING, "see `onebit plan`"),
     "aio": Inert(_AIO, _FILES),
     "trackio": Inert(_SWITCH | {"project": TEXT}, _MONITOR),
-    "comms_logger": Inert(_COMMS_LOGGER, "bytes and waits of each step are in the one-bit optimizers' stats"),
     "checkpoint": Inert(
         _CHECKPOINT, "checkpoints are named by their step, sharded, and load into any number of replicas"
     ),

@@ -15,7 +15,7 @@ from typing import ClassVar
 from ...agreement.skips import MOST_SKIPS
 from ...comm import CODECS, momentum_codecs
 from . import schema
-from .ignored_keys import ACTIVATIONS, BF16, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
+from .ignored_keys import ACTIVATIONS, BF16, COMMS_LOGGER, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
 from .local_steps import LocalRounds
 from .schema import BOOL, FLOAT, INT, LIST, TEXT, TEXTS, Inert, block, check_block, key
 
@@ -177,6 +177,22 @@ class FlopsProfiler:
     top_modules: int = key(1, INT, least=1)
     detailed: bool = key(True, BOOL)
     output_file: str | None = key(None, TEXT, null=True)
+
+    def __post_init__(self) -> None:
+        check_block(self)
+
+
+@dataclass(frozen=True)
+class CommsLogger:
+    """List the messages of the step before each line in the log; see `features/comms_logger.py`.
+
+    verbose: each message, instead of sums by name and size.
+    """
+
+    inert: ClassVar[Mapping[str, Inert]] = COMMS_LOGGER
+
+    enabled: bool = key(False, BOOL)
+    verbose: bool = key(False, BOOL)
 
     def __post_init__(self) -> None:
         check_block(self)

@@ -39,6 +39,7 @@ from .sections import (
     ActivationCheckpointing,
     Bf16,
     Comet,
+    CommsLogger,
     DataTypes,
     FlopsProfiler,
     Fp16,
@@ -115,6 +116,7 @@ class _TopLevel:
     wandb: Wandb = block(Wandb)
     comet: Comet = block(Comet)
     flops_profiler: FlopsProfiler = block(FlopsProfiler)
+    comms_logger: CommsLogger = block(CommsLogger)
     activation_checkpointing: ActivationCheckpointing = block(ActivationCheckpointing)
     pipeline: Pipelining = block(Pipelining)
     onebit: Onebit = block(Onebit)

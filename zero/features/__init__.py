@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..feature import Asked, Feature
 from .activation_checkpointing import ActivationCheckpointing
+from .comms_logger import CommsLogger
 from .compression import Compression
 from .data_efficiency import DataEfficiency
 from .flops_profiler import FlopsProfiler
@@ -14,6 +15,7 @@ FEATURES: tuple[type[Feature], ...] = (
     SparseAttention,
     DataEfficiency,
     FlopsProfiler,
+    CommsLogger,
     ActivationCheckpointing,
 )
 
