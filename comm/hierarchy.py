@@ -202,6 +202,13 @@ class HierarchicalTransport(Transport):
     def broadcast(self, x: Tensor, src: int) -> Work:
         return self._counted(lambda: self.world.broadcast(x, src))
 
+    def shift(self, out_B: Tensor, in_B: Tensor, by: int) -> Work:
+        before = self.world.sent_bytes
+        work = self.world.shift(out_B, in_B, by)
+        if (self.rank + by) % self.world_size // self.intra_node.world_size != self.inter_node.rank:
+            self._sent_inter_node += self.world.sent_bytes - before
+        return work
+
     def split(self, ranks: Sequence[int]) -> Transport:
         return self.world.split(ranks)
 

@@ -148,6 +148,16 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def shift(self, out_B: Tensor, in_B: Tensor, by: int) -> Work:
+        """out ← in of rank r - by, modulo W, on each rank r. Sends B bytes to one rank. All ranks, with the same `by`.
+
+        Args:
+            out_B: uint8 [B], overwritten.
+            in_B: uint8 [B], as long on all ranks.
+            by: Distance, 0 to W - 1; 0 copies, and sends nothing.
+        """
+
+    @abstractmethod
     def split(self, ranks: Sequence[int]) -> Transport:
         """A transport between some of these ranks. All of them call it with the same list, no others.
 

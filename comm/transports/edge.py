@@ -67,6 +67,17 @@ def check_all_gather(rank: int, world_size: int, out_WB: Tensor, in_B: Tensor) -
     _check_alike(rank, "all_gather", out_WB, in_B)
 
 
+def check_shift(rank: int, world_size: int, out_B: Tensor, in_B: Tensor, by: int) -> None:
+    """Raise ValueError unless both are contiguous [B] of one dtype and device, and the distance is below W."""
+    if in_B.dim() != 1 or out_B.shape != in_B.shape:
+        raise ValueError(
+            f"rank {rank}: shift expects out and in [B], got out {tuple(out_B.shape)} and in {tuple(in_B.shape)}"
+        )
+    if not 0 <= by < world_size:
+        raise ValueError(f"rank {rank}: shift expects a distance of 0 to {world_size - 1}, got {by}")
+    _check_alike(rank, "shift", out_B, in_B)
+
+
 def check_split(rank: int, world_size: int, ranks: Sequence[int]) -> None:
     """Raise ValueError unless these are ascending ranks of this world, this rank among them."""
     if list(ranks) != sorted(set(ranks)) or rank not in ranks or not 0 <= ranks[0] <= ranks[-1] < world_size:
@@ -105,6 +116,7 @@ class _HasCollectives(Protocol):
     def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work: ...
     def all_reduce(self, x: Tensor) -> Work: ...
     def broadcast(self, x: Tensor, src: int) -> Work: ...
+    def shift(self, out_B: Tensor, in_B: Tensor, by: int) -> Work: ...
 
 
 class Staged:
@@ -133,6 +145,10 @@ class Staged:
     def broadcast(self, x: Tensor, src: int) -> Work:
         staged = self._copy(x) if self._transport.rank == src else self._empty(x)
         return _CopyBack(self._transport.broadcast(staged, src), staged, x)
+
+    def shift(self, out_B: Tensor, in_B: Tensor, by: int) -> Work:
+        staged_B = self._empty(out_B)
+        return _CopyBack(self._transport.shift(staged_B, self._copy(in_B), by), staged_B, out_B)
 
     def _empty(self, x: Tensor) -> Tensor:
         return torch.empty(x.shape, dtype=x.dtype, device=self._transport.device, pin_memory=x.is_cuda)

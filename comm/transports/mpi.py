@@ -144,6 +144,15 @@ class MpiTransport(NetworkedTransport):
 
         return self._launch(operation, [post], (x,))
 
+    def _shift(self, operation: Operation, out_B: Tensor, in_B: Tensor, by: int) -> Work:
+        src, dst = (self.rank - by) % self.world_size, (self.rank + by) % self.world_size
+
+        def post(tag: int) -> Posted:
+            received = [(self._comm.Irecv(p, source=src, tag=tag), src) for p in self._pieces(as_bytes(out_B))]
+            return received + [(self._comm.Isend(p, dest=dst, tag=tag), dst) for p in self._pieces(as_bytes(in_B))]
+
+        return self._launch(operation, [post], (out_B, in_B))
+
     def split(self, ranks: Sequence[int]) -> MpiTransport:
         """See `Transport`. Both transports share one progress thread, which makes all MPI calls."""
         names, operation = self._begin_split(ranks)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .base import Channel, Transport, Work
-from .edge import Staged, check_all_gather, check_all_to_all, check_contiguous, check_split
+from .edge import DoneWork, Staged, check_all_gather, check_all_to_all, check_contiguous, check_shift, check_split
 from .notes import HISTORY, Numbering, Operation
 
 
@@ -75,6 +75,16 @@ class NetworkedTransport(Transport):
         operation = self._count(f"broadcast from rank {self._names[src]}", x.nbytes, sent_bytes)
         return self._broadcast(operation, x, src)
 
+    def shift(self, out_B: Tensor, in_B: Tensor, by: int) -> Work:
+        check_shift(self.rank, self.world_size, out_B, in_B, by)
+        if by == 0:
+            out_B.copy_(in_B)
+            return DoneWork()
+        if not self.reaches(in_B.device):
+            return Staged(self).shift(out_B, in_B, by)
+        operation = self._count(f"shift by {by}", in_B.nbytes, in_B.nbytes)
+        return self._shift(operation, out_B, in_B, by)
+
     @abstractmethod
     def _all_to_all(self, operation: Operation, out_WB: Tensor, in_WB: Tensor) -> Work: ...
 
@@ -86,6 +96,9 @@ class NetworkedTransport(Transport):
 
     @abstractmethod
     def _broadcast(self, operation: Operation, x: Tensor, src: int) -> Work: ...
+
+    @abstractmethod
+    def _shift(self, operation: Operation, out_B: Tensor, in_B: Tensor, by: int) -> Work: ...
 
     # ---------------------------------------------------------------- record of launches, and close
 

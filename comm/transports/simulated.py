@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .base import Channel, PeerError, Transport, Work
-from .edge import check_split
+from .edge import check_shift, check_split
 from .notes import Numbering, Operation
 
 T = TypeVar("T")
@@ -203,6 +203,14 @@ class SimTransport(Transport):
         data = x if is_source else x.detach().new_empty(0)
         sent_bytes = x.nbytes * (self.world_size - 1) if is_source else 0
         return self._launch(f"broadcast from rank {src}", x.nbytes, data, finish, sent_bytes)
+
+    def shift(self, out_B: Tensor, in_B: Tensor, by: int) -> Work:
+        check_shift(self.rank, self.world_size, out_B, in_B, by)
+
+        def finish(posted: list[Tensor]) -> None:
+            out_B.copy_(posted[(self.rank - by) % self.world_size])
+
+        return self._launch(f"shift by {by}", in_B.nbytes, in_B, finish, in_B.nbytes if by else 0)
 
     def split(self, ranks: Sequence[int]) -> SimTransport:
         check_split(self.rank, self.world_size, ranks)

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -200,6 +200,18 @@ class TorchTransport(NetworkedTransport):
     def _broadcast(self, operation: Operation, x: Tensor, src: int) -> Work:
         return self._collective(
             operation, (x,), lambda: dist.broadcast(as_bytes(x), group_src=src, group=self.group, async_op=True)
+        )
+
+    def _shift(self, operation: Operation, out_B: Tensor, in_B: Tensor, by: int) -> Work:
+        W, tag = self.world_size, _TAG + operation.tag(_TAGS)
+        src, dst = (self.rank - by) % W, (self.rank + by) % W
+        if self._is_gloo(in_B):
+            return _PairsWork(self, operation, {src: out_B}, {dst: in_B}, tag, self.timeout_s, distances=(by,))
+        sizes_out, sizes_in = ([len(in_B) * (rank == peer) for rank in range(W)] for peer in (src, dst))
+        return self._collective(
+            operation,
+            (out_B, in_B),
+            lambda: dist.all_to_all_single(out_B, in_B, sizes_out, sizes_in, group=self.group, async_op=True),
         )
 
     @contextmanager
@@ -464,18 +476,19 @@ def _innermost(group: dist.ProcessGroup) -> dist.Store:
 class _PairsWork:
     """A send and a receive per peer: outs[j] ← the row of rank j for me; rows[j] goes to rank j. Skips my own row.
 
-    ranks: peers to exchange with; None: all.
+    ranks: peers to exchange with; None: all. distances: only with the ranks r-k and r+k for these k; None: all k.
     """
 
     def __init__(
         self,
         transport: TorchTransport,
         operation: Operation,
-        outs: Sequence[Tensor] | Tensor,
-        rows: Sequence[Tensor],
+        outs: Sequence[Tensor] | Mapping[int, Tensor] | Tensor,
+        rows: Sequence[Tensor] | Mapping[int, Tensor],
         tag: int,
         timeout_s: float,
         ranks: Sequence[int] | None = None,
+        distances: Iterable[int] | None = None,
     ):
         self._transport = transport
         self._operation = operation
@@ -489,7 +502,7 @@ class _PairsWork:
             raise transport._failed_before(operation)
         transport._past.launches(timeout_s)
         rank, W, group = transport.rank, transport.world_size, transport.group
-        for k in range(1, W):
+        for k in range(1, W) if distances is None else distances:
             src, dst = (rank - k) % W, (rank + k) % W
             if ranks is None or src in ranks:
                 if operation.channel:

@@ -154,6 +154,9 @@ class Members(Transport):
     def broadcast(self, x: Tensor, src: int) -> Work:
         return self._now.broadcast(x, src)
 
+    def shift(self, out_B: Tensor, in_B: Tensor, by: int) -> Work:
+        return self._now.shift(out_B, in_B, by)
+
     def split(self, ranks: Sequence[int]) -> Transport:
         return self._now.split(ranks)
 

@@ -15,7 +15,7 @@ from transport_contract import CHECKS, digest_of_compressed_rounds
 
 from onebit import OnebitAdam, dense, zero
 from onebit.comm import SignCodec, allreduce_mean, hierarchical, run_ranks
-from onebit.comm.transports.edge import DIAGNOSIS_S, check_all_gather, check_all_to_all, check_contiguous
+from onebit.comm.transports.edge import DIAGNOSIS_S, check_all_gather, check_all_to_all, check_contiguous, check_shift
 from onebit.comm.transports.mpi import check_thread_level
 from onebit.comm.transports.torch_distributed import TorchTransport
 
@@ -281,6 +281,9 @@ def test_edge_refuses_wrong_shapes_and_says_the_rank() -> None:
         lambda: check_all_to_all(1, 2, rows_WB, rows_WB.to(torch.int8)),
         lambda: check_all_gather(1, 3, rows_WB, rows_WB[0]),
         lambda: check_all_gather(1, 2, rows_WB, rows_WB),
+        lambda: check_shift(1, 2, rows_WB[0], rows_WB[0, :5], 1),
+        lambda: check_shift(1, 2, rows_WB[0], rows_WB[0].to(torch.int8), 1),
+        lambda: check_shift(1, 2, rows_WB[0], rows_WB[1], 2),
         lambda: check_contiguous(1, "broadcast", rows_WB.t()),
     ):
         with pytest.raises(ValueError, match=r"^rank 1: "):

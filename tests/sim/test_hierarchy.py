@@ -81,14 +81,16 @@ def test_it_is_a_transport() -> None:
 def test_bytes_to_other_nodes_are_counted_apart() -> None:
     """all_gather and all_to_all: (W-L)·B of (W-1)·B."""
 
-    def work(transport: Transport) -> tuple[int, int]:
+    def work(transport: Transport) -> tuple[int, int, int]:
         assert isinstance(transport, HierarchicalTransport)
         transport.all_gather(contract.garbage(6, 10), contract.garbage(10)).wait()
         transport.intra_node.all_gather(contract.garbage(3, 100), contract.garbage(100)).wait()
         transport.inter_node.all_gather(contract.garbage(2, 1000), contract.garbage(1000)).wait()
-        return transport.sent_bytes, transport.sent_bytes_inter_node
+        sent = transport.sent_bytes, transport.sent_bytes_inter_node
+        transport.shift(contract.garbage(7), contract.garbage(7), 1).wait()
+        return *sent, transport.sent_bytes_inter_node - sent[1]
 
-    assert run_nodes(2, 3, work) == [(50 + 200 + 1000, 30 + 1000)] * 6
+    assert run_nodes(2, 3, work) == [(50 + 200 + 1000, 30 + 1000, 7 * (rank in (2, 5))) for rank in range(6)]
 
 
 @pytest.mark.parametrize("local_size", [0, 3, 8])

@@ -8,6 +8,7 @@ Shape legend: W ranks, B bytes of one row.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 import traceback
@@ -52,6 +53,23 @@ def check_all_gather_stacks(transport: Transport) -> None:
         out_WB = garbage(W, B)
         transport.all_gather(out_WB, row(transport.rank, 0, B)).wait()
         assert torch.equal(out_WB, torch.stack([row(src, 0, B) for src in range(W)]))
+
+
+def check_shift_passes_rows_on(transport: Transport) -> None:
+    """out on rank r is in of rank r - by, for every distance; all are in flight together, and one row is sent each."""
+    W, rank = transport.world_size, transport.rank
+    for B in SIZES:
+        before, outs = transport.sent_bytes, [garbage(B) for _ in range(W)]
+        works = [transport.shift(out_B, row(rank, by, B), by) for by, out_B in enumerate(outs)]
+        for work in reversed(works):
+            work.wait()
+        for by, out_B in enumerate(outs):
+            assert torch.equal(out_B, row((rank - by) % W, by, B))
+        assert transport.sent_bytes - before == (W - 1) * B
+    for by in (-1, W):
+        with contextlib.suppress(ValueError):
+            transport.shift(garbage(3), garbage(3), by)
+            raise AssertionError(f"a distance of {by} was taken")
 
 
 def check_all_reduce_sums(transport: Transport) -> None:
@@ -108,16 +126,18 @@ def check_channels_need_no_common_order(transport: Transport) -> None:
     W, rank, B = transport.world_size, transport.rank, 4096
     channels = [nullcontext, transport.new_channel(), transport.new_channel()]
     order = [(k + rank) % 3 for k in range(3)]
-    works, gathered = {}, [garbage(W, B) for _ in order]
+    works, gathered, shifted = {}, [garbage(W, B) for _ in order], [garbage(B) for _ in order]
     totals = [torch.full((1000,), rank + k + 1.0) for k in range(3)]
     for k in order:
         with channels[k]():
             works[k] = [transport.all_gather(gathered[k], row(rank, k, B)), transport.all_reduce(totals[k])]
+            works[k].append(transport.shift(shifted[k], row(rank, k, B), W - 1))
     for k in range(3):
         for work in works[k]:
             work.wait()
         assert torch.equal(gathered[k], torch.stack([row(src, k, B) for src in range(W)]))
         assert torch.equal(totals[k], torch.full((1000,), W * (W + 1) / 2 + W * k))
+        assert torch.equal(shifted[k], row((rank + 1) % W, k, B))
 
 
 def check_works_are_ready_when_all_have_launched_them(transport: Transport) -> None:
