@@ -149,11 +149,11 @@ class Transport(ABC):
 
     @abstractmethod
     def shift(self, out_B: Tensor, in_B: Tensor, by: int) -> Work:
-        """out ← in of rank r - by, modulo W, on each rank r. Sends B bytes to one rank. All ranks, with the same `by`.
+        """out ← in of rank r - by, modulo W, on each rank r. Sends in_B to one rank. All ranks, with the same `by`.
 
         Args:
-            out_B: uint8 [B], overwritten.
-            in_B: uint8 [B], as long on all ranks.
+            out_B: uint8, as long as in_B of that rank; overwritten.
+            in_B: uint8 [B]; B may differ between ranks.
             by: Distance, 0 to W - 1; 0 copies, and sends nothing.
         """
 

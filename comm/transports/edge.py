@@ -68,10 +68,11 @@ def check_all_gather(rank: int, world_size: int, out_WB: Tensor, in_B: Tensor) -
 
 
 def check_shift(rank: int, world_size: int, out_B: Tensor, in_B: Tensor, by: int) -> None:
-    """Raise ValueError unless both are contiguous [B] of one dtype and device, and the distance is below W."""
-    if in_B.dim() != 1 or out_B.shape != in_B.shape:
+    """Raise ValueError unless both are contiguous, flat, of one dtype and device, and the distance is below W."""
+    if in_B.dim() != 1 or out_B.dim() != 1 or (by == 0 and len(out_B) != len(in_B)):
         raise ValueError(
-            f"rank {rank}: shift expects out and in [B], got out {tuple(out_B.shape)} and in {tuple(in_B.shape)}"
+            f"rank {rank}: shift by {by} expects flat out and in, of one length if it is 0, got out "
+            f"{tuple(out_B.shape)} and in {tuple(in_B.shape)}"
         )
     if not 0 <= by < world_size:
         raise ValueError(f"rank {rank}: shift expects a distance of 0 to {world_size - 1}, got {by}")

@@ -148,8 +148,9 @@ class MpiTransport(NetworkedTransport):
         src, dst = (self.rank - by) % self.world_size, (self.rank + by) % self.world_size
 
         def post(tag: int) -> Posted:
-            received = [(self._comm.Irecv(p, source=src, tag=tag), src) for p in self._pieces(as_bytes(out_B))]
-            return received + [(self._comm.Isend(p, dest=dst, tag=tag), dst) for p in self._pieces(as_bytes(in_B))]
+            comes, goes = (operation._replace(nbytes=x.nbytes).tag(self._tags) for x in (out_B, in_B))
+            received = [(self._comm.Irecv(p, source=src, tag=comes), src) for p in self._pieces(as_bytes(out_B))]
+            return received + [(self._comm.Isend(p, dest=dst, tag=goes), dst) for p in self._pieces(as_bytes(in_B))]
 
         return self._launch(operation, [post], (out_B, in_B))
 

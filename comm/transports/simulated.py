@@ -208,9 +208,13 @@ class SimTransport(Transport):
         check_shift(self.rank, self.world_size, out_B, in_B, by)
 
         def finish(posted: list[Tensor]) -> None:
-            out_B.copy_(posted[(self.rank - by) % self.world_size])
+            source = (self.rank - by) % self.world_size
+            if len(posted[source]) != len(out_B):
+                what = f"shift by {by}: expected {len(out_B)} bytes from rank {source}, got {len(posted[source])}"
+                raise PeerError(f"rank {self.rank}: {what}", [source])
+            out_B.copy_(posted[source])
 
-        return self._launch(f"shift by {by}", in_B.nbytes, in_B, finish, in_B.nbytes if by else 0)
+        return self._launch(f"shift by {by}", 0, in_B, finish, in_B.nbytes if by else 0)
 
     def split(self, ranks: Sequence[int]) -> SimTransport:
         check_split(self.rank, self.world_size, ranks)

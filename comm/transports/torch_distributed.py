@@ -203,11 +203,15 @@ class TorchTransport(NetworkedTransport):
         )
 
     def _shift(self, operation: Operation, out_B: Tensor, in_B: Tensor, by: int) -> Work:
-        W, tag = self.world_size, _TAG + operation.tag(_TAGS)
+        W = self.world_size
         src, dst = (self.rank - by) % W, (self.rank + by) % W
         if self._is_gloo(in_B):
-            return _PairsWork(self, operation, {src: out_B}, {dst: in_B}, tag, self.timeout_s, distances=(by,))
-        sizes_out, sizes_in = ([len(in_B) * (rank == peer) for rank in range(W)] for peer in (src, dst))
+            sends, receives = (_TAG + operation._replace(nbytes=x.nbytes).tag(_TAGS) for x in (in_B, out_B))
+            outs, rows = {src: out_B}, {dst: in_B}
+            return _PairsWork(self, operation, outs, rows, sends, self.timeout_s, distances=(by,), receives=receives)
+        sizes_out, sizes_in = (
+            [len(x) * (rank == peer) for rank in range(W)] for x, peer in ((out_B, src), (in_B, dst))
+        )
         return self._collective(
             operation,
             (out_B, in_B),
@@ -477,6 +481,7 @@ class _PairsWork:
     """A send and a receive per peer: outs[j] ← the row of rank j for me; rows[j] goes to rank j. Skips my own row.
 
     ranks: peers to exchange with; None: all. distances: only with the ranks r-k and r+k for these k; None: all k.
+    receives: tag of what comes; None: that of what goes.
     """
 
     def __init__(
@@ -489,6 +494,7 @@ class _PairsWork:
         timeout_s: float,
         ranks: Sequence[int] | None = None,
         distances: Iterable[int] | None = None,
+        receives: int | None = None,
     ):
         self._transport = transport
         self._operation = operation
@@ -507,7 +513,9 @@ class _PairsWork:
             if ranks is None or src in ranks:
                 if operation.channel:
                     self._ends.append(_marked_end(outs[src]))
-                self._post(src, dist.irecv, outs[src], group=group, group_src=src, tag=tag)
+                self._post(
+                    src, dist.irecv, outs[src], group=group, group_src=src, tag=tag if receives is None else receives
+                )
             if ranks is None or dst in ranks:
                 self._post(dst, dist.isend, rows[dst], group=group, group_dst=dst, tag=tag)
 

@@ -66,6 +66,9 @@ def check_shift_passes_rows_on(transport: Transport) -> None:
         for by, out_B in enumerate(outs):
             assert torch.equal(out_B, row((rank - by) % W, by, B))
         assert transport.sent_bytes - before == (W - 1) * B
+    out_B = garbage((rank - 1) % W + 5)  # every rank's row has another length
+    transport.shift(out_B, row(rank, 0, rank + 5), 1 % W).wait()
+    assert torch.equal(out_B, row((rank - 1) % W, 0, (rank - 1) % W + 5))
     for by in (-1, W):
         with contextlib.suppress(ValueError):
             transport.shift(garbage(3), garbage(3), by)

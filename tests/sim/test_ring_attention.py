@@ -1,0 +1,140 @@
+"""Ring attention equals attention over the whole sequence, forward and backward, whatever the ranks and the length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from onebit.comm import SimTransport, run_ranks
+from onebit.zero.sequence import local
+from onebit.zero.sequence.pieces import Pieces
+from onebit.zero.sequence.ring import Ring, ring_attention
+
+WORLDS = (1, 2, 3, 4, 5, 8)
+
+
+def drawn(length: int, heads: int = 4, groups: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Queries, keys, values, and the gradient of the output."""
+    generator = torch.Generator().manual_seed(length)
+    return [
+        torch.randn(2, each, length, 8, generator=generator, dtype=torch.float64).to(dtype)
+        for each in (heads, groups, groups, heads)
+    ]
+
+
+def whole(given: list[Tensor], is_causal: bool, scale: float | None = None) -> list[Tensor]:
+    """The output and three gradients, in float64 and of torch's operations."""
+    q, k, v, grad = (x.double() for x in given)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+def seen_of(pieces: Pieces, rank: int, source: int, is_causal: bool) -> int:
+    """How many of a rank's tokens the last token of another sees."""
+    last = max(pieces.positions(rank).tolist(), default=-1)
+    if not is_causal:
+        return pieces.size(source) if last >= 0 else 0
+    return sum(len(chunk) for chunk in pieces.chunks(source) if not len(chunk) or chunk.start <= last)
+
+
+def in_pieces(W: int, given: list[Tensor], is_causal: bool, scale: float | None = None) -> list[Tensor]:
+    """The same by W ranks, put together again."""
+    pieces = Pieces(given[0].shape[2], W)
+
+    def rank(transport: SimTransport) -> list[Tensor]:
+        q, k, v, grad = (pieces.cut(x, transport.rank, 2) for x in given)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        out = ring_attention(q, k, v, transport, pieces, is_causal=is_causal, scale=scale)
+        found = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+        tokens = {source: seen_of(pieces, transport.rank, source, is_causal) for source in range(W)}
+        given_away = sum(
+            seen_of(pieces, rank, transport.rank, is_causal) for rank in range(W) if rank != transport.rank
+        )
+        gradients = sum(tokens.values()) - tokens[transport.rank]
+        width, wide = 2 * 2 * k.shape[1] * 8, max(4, q.element_size())
+        assert transport.sent_bytes == width * (2 * q.element_size() * given_away + wide * gradients)
+        return found
+
+    return [pieces.join(list(parts), 2) for parts in zip(*run_ranks(W, rank), strict=True)]
+
+
+@pytest.mark.parametrize("W", WORLDS)
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "all"])
+@pytest.mark.parametrize("length", [1, 3, 16, 41])
+def test_it_equals_attention_over_the_whole(length: int, is_causal: bool, W: int) -> None:
+    """Lengths that do not divide, and ranks without a token."""
+    given = drawn(length)
+    for found, expected in zip(in_pieces(W, given, is_causal), whole(given, is_causal), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 1), (1, 1)])
+def test_key_value_heads_travel_alone(heads: int, groups: int) -> None:
+    given = drawn(24, heads, groups)
+    for found, expected in zip(in_pieces(3, given, True, 0.3), whole(given, True, 0.3), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
+)
+def test_dtypes(dtype: torch.dtype, tolerance: float) -> None:
+    """Parts are summed in float32: low precision rounds once for each block, as a single pass does once."""
+    given = drawn(40, dtype=dtype)
+    for found, expected in zip(in_pieces(4, given, True), whole(given, True), strict=True):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("elements", [1 << 24, 60])
+def test_plain_operations_equal_torchs_kernel(monkeypatch: pytest.MonkeyPatch, is_causal: bool, elements: int) -> None:
+    """As on devices for which no kernel is named, in one slice and in many."""
+    given = drawn(20)
+    expected = in_pieces(3, given, is_causal)
+    monkeypatch.setattr(local, "_has_kernel", lambda q, v: False)
+    monkeypatch.setattr(local, "_SLICE_ELEMENTS", elements)
+    for found, wanted in zip(in_pieces(3, given, is_causal), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("W", WORLDS)
+def test_every_rank_computes_the_same_number_of_pairs(W: int) -> None:
+    """Of a causal sequence that divides, per rank s·(s+1)/2 and s²/2 with each other rank."""
+    pieces, s = Pieces(2 * W * 6, W), 12
+
+    def pairs(transport: SimTransport) -> int:
+        ring = Ring(transport, pieces)
+        shapes = [ring.seen(transport.rank, source) for source in range(W) if source != transport.rank]
+        return sum((rows.stop - rows.start) * keys for rows, keys in shapes)
+
+    assert run_ranks(W, pairs) == [(W - 1) * s * s // 2] * W
+
+
+@pytest.mark.parametrize("W", WORLDS)
+@pytest.mark.parametrize("length", [0, 1, 7, 64, 65])
+def test_pieces_hold_each_token_once_in_order(length: int, W: int) -> None:
+    pieces, tokens = Pieces(length, W), torch.arange(length)
+    parts = [pieces.cut(tokens, rank, 0) for rank in range(W)]
+    assert torch.equal(pieces.join(parts, 0), tokens)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, pieces.positions(rank)) and len(part) == pieces.size(rank) <= pieces.largest
+        assert torch.equal(part, part.sort().values)
+
+
+def test_shapes_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
+    q, k, v, _ = drawn(12)
+    transport = SimTransport()
+    for given, words in (
+        ((q, k, v, Pieces(12, 2)), "pieces for 2 ranks, and the transport has 1"),
+        ((q, k, v, Pieces(13, 1)), r"expected queries and keys \[b, heads, 13, d\]"),
+        ((q, k, v[:, :1], Pieces(12, 1)), "expected keys and values .* of one shape"),
+        ((q[:, :3], k, v, Pieces(12, 1)), "g a divisor of the 3 query heads"),
+        ((q, k.double(), v, Pieces(12, 1)), "give them one"),
+    ):
+        with pytest.raises(ValueError, match=f"^rank 0: .*{words}"):
+            ring_attention(*given[:3], transport, given[3])
+    assert transport.sent_bytes == 0

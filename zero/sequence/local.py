@@ -1,0 +1,93 @@
+"""Attention between a rank's queries and one block of keys: its part of the output, and the logarithm of its sum.
+
+The parts of several blocks make the whole by their logarithms (Milakov and Gimelshein, arXiv 1805.02867). Backward
+takes the logarithm of the whole sum, so that each block's gradients are parts of the gradients of all, without the
+others. torch's flash kernel computes them on a CPU; elsewhere plain operations do, a slice of the queries at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_SLICE_ELEMENTS = 1 << 24
+"""Scores that plain operations hold at once: 64 MiB in float32."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Softmax(scale·q·kᵀ)·v, and the logarithm of the softmax's sum.
+
+    Args:
+        q: Queries [b, h, n, d], n > 0.
+        k: Keys [b, h, m, d], m > 0.
+        v: Values [b, h, m, e].
+        scale: Factor of the scores.
+        is_causal: Whether query i sees keys 0 to i alone; then n = m.
+
+    Returns:
+        The output [b, h, n, e] in q's dtype, and the logarithms [b, h, n], float32 (float64 for float64).
+    """
+    if _has_kernel(q, v):
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+        return out, lse
+    outs, lses = [], []
+    for rows in _slices(q, k):
+        scores = _scores(q, k, scale, rows, is_causal=is_causal)
+        lse = scores.logsumexp(-1)
+        lses.append(lse)
+        outs.append((scores - lse.unsqueeze(-1)).exp().to(q.dtype) @ v)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The parts of this block in the gradients of q, k and v, in q's dtype or wider.
+
+    Args:
+        grad: Gradient of the whole output, [b, h, n, e].
+        q: As in `attend`.
+        k: As in `attend`.
+        v: As in `attend`.
+        out: The whole output, of all blocks.
+        lse: The logarithms of the whole sums.
+        scale: Factor of the scores.
+        is_causal: As in `attend`.
+    """
+    if _has_kernel(q, v):
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads: tuple[Tensor, Tensor, Tensor] = backward(grad, q, k, v, out, lse, 0.0, is_causal, scale=scale)
+        return grads
+    wide = lse.dtype
+    grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
+    delta = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
+    for rows in _slices(q, k):
+        weights = (_scores(q, k, scale, rows, is_causal=is_causal) - lse[:, :, rows].unsqueeze(-1)).exp()
+        given = grad[:, :, rows].to(wide)
+        grad_v += weights.mT @ given
+        of_scores = weights * (given @ v.to(wide).mT - delta[:, :, rows]) * scale
+        grad_q[:, :, rows] = of_scores @ k.to(wide)
+        grad_k += of_scores.mT @ q[:, :, rows].to(wide)
+    return grad_q, grad_k, grad_v
+
+
+def _has_kernel(q: Tensor, v: Tensor) -> bool:
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
+
+
+def _slices(q: Tensor, k: Tensor) -> Iterator[slice]:
+    b, h, n, _ = q.shape
+    step = max(1, _SLICE_ELEMENTS // max(1, b * h * k.shape[2]))
+    return (slice(start, min(start + step, n)) for start in range(0, n, step))
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, rows: slice, *, is_causal: bool) -> Tensor:
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scores = q[:, :, rows].to(wide) @ k.to(wide).mT * scale
+    if is_causal:
+        places = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=q.device)
+        later = torch.arange(k.shape[2], dtype=torch.int64, device=q.device) > places.unsqueeze(-1)
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores
