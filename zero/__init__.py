@@ -26,8 +26,7 @@ __all__ = [
     "ShardedZeroOneAdam", "TiedLayerSpec", "add_config_arguments", "data", "data_efficiency", "export_compressed",
     "export_weights", "fsdp", "get_accelerator", "grid", "import_compressed", "import_weights", "init_compression",
     "init_distributed", "init_inference", "initialize", "log_dist", "materialize", "read_checkpoint_weights",
-    "read_config",
-    "redundancy_clean", "split", "tensor",
+    "read_config", "redundancy_clean", "ring_attention", "sequence_parallel", "split", "tensor",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from .parallel import fsdp, tensor
     from .pipeline.layers import LayerSpec, PipelineModule, TiedLayerSpec
     from .pipeline.split import split
+    from .sequence import ring_attention, sequence_parallel
     from .sharded.adam import ShardedOnebitAdam
     from .sharded.exchange import NotFiniteError
     from .sharded.lamb import ShardedOnebitLamb
@@ -121,6 +121,8 @@ else:
         "read_config": ".config.whole",
         "redundancy_clean": ".compression",
         "read_checkpoint_weights": ".checkpoint.whole",
+        "ring_attention": ".sequence",
+        "sequence_parallel": ".sequence",
         "split": ".pipeline.split",
     }
 

@@ -1,0 +1,188 @@
+"""Models of transformers with sequences split over ranks: losses and gradients are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onebit.comm import SimTransport, run_ranks
+from onebit.zero import sequence_parallel
+from onebit.zero.sequence.pieces import Pieces
+
+transformers = pytest.importorskip("transformers")
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 40,
+    "max_position_embeddings": 64, "attention_dropout": 0.0, "hidden_dropout_prob": 0.0, "pad_token_id": 0,
+}  # fmt: skip
+GROUPED = COMMON | {"num_key_value_heads": 2}
+CAUSAL: dict[str, dict[str, Any]] = {
+    "GPT2": COMMON | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "Llama": GROUPED,
+    "Mistral": GROUPED | {"sliding_window": None},
+    "Qwen2": GROUPED,
+    "Qwen3": GROUPED | {"head_dim": 6},
+    "Olmo2": GROUPED,
+    "Phi3": GROUPED,
+    "GPTNeoX": COMMON,
+    "Granite": GROUPED,
+    "StableLm": GROUPED | {"hidden_size": 32},
+    "Cohere": GROUPED,
+    "Gemma": GROUPED | {"head_dim": 8},
+    "Starcoder2": GROUPED | {"residual_dropout": 0.0, "embedding_dropout": 0.0, "sliding_window": None},
+}
+MASKED = {
+    "Bert": COMMON | {"attention_probs_dropout_prob": 0.0},
+    "Roberta": COMMON | {"attention_probs_dropout_prob": 0.0},
+}
+
+
+def build(name: str, keys: dict[str, Any], head: str = "ForCausalLM") -> nn.Module:
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{name}Config")(**keys)
+    made = "GPT2LMHeadModel" if name == "GPT2" else f"{name}{head}"
+    return getattr(transformers, made)(config).train()
+
+
+def batch(length: int, masked: bool = False) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(1, 97, (2, length), generator=generator)
+    labels = ids.clone()
+    labels[0, : length // 3] = -100  # so that pieces count differently
+    return {"input_ids": ids, "labels": labels}
+
+
+def results(model: nn.Module, given: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    output = model(**given)
+    output.loss.backward()
+    return output.loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def on_ranks(W: int, make: Callable[[], nn.Module], given: dict[str, Any]) -> list[Any]:
+    """Every rank's losses and gradients. transformers is not safe to build models in threads."""
+    models = [make() for _ in range(W)]
+
+    def rank(transport: SimTransport) -> Any:
+        model = sequence_parallel(models[transport.rank], transport)
+        return results(model, copy.deepcopy(given))
+
+    return run_ranks(W, rank)
+
+
+def check(W: int, make: Callable[[], nn.Module], given: dict[str, Any]) -> None:
+    loss, grads = results(make(), copy.deepcopy(given))
+    ranks = on_ranks(W, make, given)
+    torch.testing.assert_close(torch.stack([its for its, _ in ranks]).mean(), loss, rtol=1e-5, atol=1e-5)
+    for k, expected in enumerate(grads):
+        mean = torch.stack([its[k] for _, its in ranks]).mean(0)
+        torch.testing.assert_close(mean, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_decoder_trains_as_in_one_process(name: str) -> None:
+    """With a length that divides nothing: positions, rotary angles, labels over the borders, mean over all tokens."""
+    check(3, lambda: build(name, CAUSAL[name]), batch(23))
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_an_encoder_sees_all_pieces(name: str) -> None:
+    check(
+        3,
+        lambda: build(name, MASKED[name], "ForMaskedLM"),
+        batch(23) | {"token_type_ids": torch.ones(2, 23).long()} if name == "Bert" else batch(23),
+    )
+
+
+@pytest.mark.parametrize("W", [1, 2, 4, 5])
+def test_any_number_of_ranks(W: int) -> None:
+    check(W, lambda: build("Llama", CAUSAL["Llama"]), batch(32))
+
+
+def test_checkpointed_activations_are_computed_again_with_the_same_pieces() -> None:
+    def make() -> nn.Module:
+        model = build("Llama", CAUSAL["Llama"])
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model
+
+    check(2, make, batch(16))
+
+
+def test_padding_after_the_tokens_and_a_count_of_ones_own() -> None:
+    given = batch(16) | {"attention_mask": torch.ones(2, 16).long()}
+    given["attention_mask"][1, 12:] = 0
+    given["labels"][1, 12:] = -100
+    check(2, lambda: build("Llama", CAUSAL["Llama"]), given | {"num_items_in_batch": torch.tensor(11)})
+
+
+def test_outputs_are_the_pieces() -> None:
+    whole = build("Llama", CAUSAL["Llama"])(input_ids=batch(13)["input_ids"]).logits
+    models = [build("Llama", CAUSAL["Llama"]) for _ in range(2)]
+
+    def rank(transport: SimTransport) -> Tensor:
+        return sequence_parallel(models[transport.rank], transport)(batch(13)["input_ids"]).logits.detach()
+
+    torch.testing.assert_close(Pieces(13, 2).join(run_ranks(2, rank)), whole, rtol=0, atol=1e-5)
+
+
+def refused(W: int, make: Callable[[], nn.Module], change: Callable[[int], dict[str, Any]], words: str) -> None:
+    models = [make() for _ in range(W)]
+
+    def rank(transport: SimTransport) -> None:
+        model = sequence_parallel(models[transport.rank], transport)
+        with pytest.raises(ValueError, match=f"rank {transport.rank}: .*{words}"):
+            model(**batch(16) | change(transport.rank))
+
+    run_ranks(W, rank)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda rank: batch(16 + rank), r"the same whole batch; rank 0 has \(2, 16\), .*, rank 1 has \(2, 17\)"),
+        (lambda rank: {"input_ids": batch(16)["input_ids"] + rank}, "the same whole batch"),
+        (lambda rank: {"attention_mask": torch.tensor([[0] + [1] * 15, [1] * 16])}, "pad on the right"),
+        (lambda rank: {"attention_mask": torch.ones(2, 1, 16, 16)}, "pad on the right"),
+        (lambda rank: {"position_ids": torch.tensor([[*range(8), *range(8)]])}, "packed documents would see each"),
+        (lambda rank: {"use_cache": True}, "use_cache"),
+        (lambda rank: {"cache_position": torch.arange(16)}, "cache_position is not known here"),
+        (lambda rank: {"input_ids": batch(1)["input_ids"], "labels": None}, "1 tokens is too short for 2 ranks"),
+        (lambda rank: {"input_ids": None}, "expected input_ids or inputs_embeds"),
+    ],
+)
+def test_bad_batches_are_refused_on_all_ranks(change: Callable[[int], dict[str, Any]], words: str) -> None:
+    refused(2, lambda: build("Llama", CAUSAL["Llama"]), change, words)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "words"),
+    [
+        ("Llama", {"attention_dropout": 0.1}, "no dropout of attention weights"),
+        ("Mistral", {"sliding_window": 8}, "no window of 8 tokens, for a sequence of 16"),
+    ],
+)
+def test_what_ring_attention_lacks_is_refused_by_name(name: str, keys: dict[str, Any], words: str) -> None:
+    refused(2, lambda: build(name, CAUSAL[name] | keys), lambda rank: {}, words)
+
+
+def test_a_window_that_holds_the_sequence_is_none() -> None:
+    check(2, lambda: build("Mistral", CAUSAL["Mistral"] | {"sliding_window": 16}), batch(16))
+
+
+def test_models_of_other_kinds_are_refused() -> None:
+    with pytest.raises(ValueError, match="Linear is no model of transformers; call ring_attention"):
+        sequence_parallel(nn.Linear(2, 2), SimTransport())
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    )
+    with pytest.raises(ValueError, match="has an encoder and a decoder"):
+        sequence_parallel(t5, SimTransport())
+    mamba = transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=97, hidden_size=8, state_size=4, num_hidden_layers=1)
+    )
+    with pytest.raises(ValueError, match="MambaForCausalLM"):
+        sequence_parallel(mamba, SimTransport())(input_ids=batch(8)["input_ids"])

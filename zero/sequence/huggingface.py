@@ -1,0 +1,231 @@
+"""Ring attention in models of transformers, through their registry of attention functions.
+
+A hook before the model's forward cuts the whole batch into this rank's piece; its attention modules call the function
+that `model.config._attn_implementation` names, which is registered here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...comm import Transport
+from ...comm.messages import gather_texts
+from .pieces import Pieces
+from .ring import ring_attention
+
+NAME = "onebit_ring"
+_HOLDER = "onebit_sequence"
+_UNSUPPORTED = ("softcap", "s_aux", "output_attentions", "position_bias")
+_SHIFTED, _UNSHIFTED = ("ForCausalLM", "LMHeadModel"), ("ForMaskedLM",)
+"""Ends of names of classes whose loss is the mean cross-entropy of the next tokens, or of the same ones."""
+_IGNORED = -100
+_CUT = ("input_ids", "inputs_embeds", "token_type_ids")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def sequence_parallel(model: nn.Module, transport: Transport) -> nn.Module:
+    """Split the sequences of a transformers model over ranks, in place. All ranks.
+
+    From now on all ranks call the model with the same whole batch: input_ids or inputs_embeds, and, if given,
+    token_type_ids, labels, and an attention_mask without padding, or with padding after the tokens of a causal model.
+    Each computes its piece, see `Pieces`: positions are those in the whole sequence, labels are shifted before the cut,
+    and outputs such as logits are the piece's. The loss is the sum over the piece's tokens, divided by 1/W of all that
+    count. The mean of the ranks' losses, and so of their gradients, is that of the
+    whole batch: to an optimizer, and in the engine, a rank of the sequence is a rank of the data.
+
+    Args:
+        model: A model of transformers whose attention comes from its registry of attention functions.
+        transport: Between the ranks of the sequence.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: It is no such model, or some of its layers have another kind of attention. Its forward raises it if
+            ranks have different inputs, and for what ring attention does not have: dropout, packed documents, a window
+            shorter than the sequence, caches.
+    """
+    from transformers import PreTrainedModel
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    rank = transport.rank
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"rank {rank}: {type(model).__name__} is no model of transformers; call ring_attention in its attention"
+        )
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - {"full_attention"}
+    if kinds - {"sliding_attention"} or getattr(model.config, "is_encoder_decoder", False):
+        what = ", ".join(sorted(kinds)) or "an encoder and a decoder"
+        raise ValueError(f"rank {rank}: {type(model).__name__} has {what}; its sequences cannot be split over ranks")
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        first = int(model.config.pad_token_id) + 1  # RoBERTa and its relatives
+    else:
+        first = 0
+    holder = _Holder(model, transport, first)
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            module.__dict__[_HOLDER] = holder
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
+    model.set_attn_implementation(NAME)
+    model.register_forward_pre_hook(holder.cut, with_kwargs=True)
+    model.register_forward_hook(holder.finish)
+    return model
+
+
+class _Holder:
+    """What the attention modules of a model share.
+
+    Attributes:
+        pieces: Of the sequences of the last forward pass.
+        calls: Calls of the attention function in that pass.
+    """
+
+    def __init__(self, model: nn.Module, transport: Transport, first_position: int):
+        self.transport, self.pieces, self.calls = transport, Pieces(0, transport.world_size), 0
+        self._first_position = first_position
+        self._labels: tuple[Tensor, Tensor | float] | None = None
+        self._names = list(inspect.signature(model.forward).parameters)
+
+    def cut(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        """The hook before forward: this rank's piece of its arguments."""
+        rank = self.transport.rank
+        given = {name: x for name, x in (dict(zip(self._names, args, strict=False)) | named).items() if x is not None}
+        tokens = given.get("input_ids", given.get("inputs_embeds"))
+        if tokens is None:
+            raise ValueError(f"rank {rank}: expected input_ids or inputs_embeds of the whole sequence")
+        b, length = tokens.shape[:2]
+        self.pieces, self.calls = Pieces(length, self.transport.world_size), 0
+        self._check(tokens, given)
+        found: dict[str, Any] = {
+            name: self.pieces.cut(x, rank) if name in _CUT else x
+            for name, x in given.items()
+            if name not in ("labels", "num_items_in_batch")
+        }
+        size = self.pieces.size(rank)
+        places = given.get("position_ids", self._first_position + _count(length, tokens).unsqueeze(0))
+        found["position_ids"] = self.pieces.cut(places, rank).expand(b, size)
+        # transformers would take the jump between a piece's chunks for the border of two packed documents.
+        found["attention_mask"] = torch.ones(b, size, dtype=torch.int64, device=tokens.device)
+        if "use_cache" in self._names:
+            found["use_cache"] = False
+        self._labels = self._cut_labels(model, given) if "labels" in given else None
+        return (), found
+
+    def _cut_labels(self, model: nn.Module, given: Mapping[str, Any]) -> tuple[Tensor, Tensor | float]:
+        """The piece of the labels, shifted over its borders, and by how many the sum of its losses is divided."""
+        labels, kind = given["labels"], type(model).__name__
+        if not kind.endswith(_SHIFTED + _UNSHIFTED) or getattr(model.config, "output_router_logits", False):
+            raise ValueError(
+                f"rank {self.transport.rank}: it is not known how the loss of {kind} follows from pieces; leave labels "
+                "out, and compute it from the outputs"
+            )
+        if kind.endswith(_SHIFTED):
+            labels = F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        count = given.get("num_items_in_batch", (labels != _IGNORED).sum())
+        return self.pieces.cut(labels, self.transport.rank), count / self.transport.world_size
+
+    def _check(self, tokens: Tensor, given: Mapping[str, Any]) -> None:
+        rank, length = self.transport.rank, tokens.shape[1]
+        digest = zlib.crc32(tokens.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        seen = gather_texts(self.transport, f"{tuple(tokens.shape)}, checksum {digest:08x}, and {sorted(given)}")
+        if other := next((its for its in enumerate(seen) if its[1] != seen[0]), None):
+            raise ValueError(
+                f"rank {rank}: all ranks of a sequence are called with the same whole batch; rank 0 has {seen[0]}, "
+                f"rank {other[0]} has {other[1]}"
+            )
+        if min(map(self.pieces.size, range(self.transport.world_size))) == 0:
+            raise ValueError(
+                f"rank {rank}: a sequence of {length} tokens is too short for {self.transport.world_size} ranks"
+            )
+        for name, x in given.items():
+            if name in ("attention_mask", "labels", "position_ids", "num_items_in_batch") or isinstance(x, _PLAIN):
+                continue
+            if name not in _CUT:
+                raise ValueError(
+                    f"rank {rank}: {name} is not known here, so it is not clear how to cut it; leave it out"
+                )
+        if given.get("use_cache"):
+            raise ValueError(f"rank {rank}: use_cache=True: keys of other ranks are not kept; leave it out")
+        mask, places = given.get("attention_mask"), given.get("position_ids")
+        if mask is not None and (mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any())):
+            raise ValueError(
+                f"rank {rank}: expected attention_mask [sequences, tokens] with padding after the tokens alone, got "
+                f"{tuple(mask.shape)}; pad on the right"
+            )
+        if places is not None and not torch.equal(places.to(torch.int64), places[..., :1] + _count(length, places)):
+            raise ValueError(
+                f"rank {rank}: position_ids do not count up by one: packed documents would see each other; leave "
+                "position_ids out, and give each document a row"
+            )
+
+    def finish(self, model: nn.Module, args: object, output: Any) -> Any:
+        """The hook after forward: attention must have been ours; the loss comes first in the output, as usual."""
+        if self.calls == 0:
+            raise ValueError(
+                f"rank {self.transport.rank}: {type(model).__name__} has called no attention function of transformers' "
+                "registry, so tokens have seen only their own piece; its sequences cannot be split over ranks"
+            )
+        if self._labels is None:
+            return output
+        (labels, count), self._labels = self._labels, None
+        logits = (output[0] if isinstance(output, tuple) else output.logits).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_IGNORED, reduction="sum") / count
+        return (loss, *output) if isinstance(output, tuple) else type(output)(**{"loss": loss, **output})
+
+
+def _count(length: int, like: Tensor) -> Tensor:
+    return torch.arange(length, dtype=torch.int64, device=like.device)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """The registry's function: returns [B, S, H, D] and no weights."""
+    holder: _Holder | None = module.__dict__.get(_HOLDER)
+    if holder is None:
+        raise ValueError(f"{type(module).__name__} is not of a model that was given to sequence_parallel()")
+    rank, pieces = holder.transport.rank, holder.pieces
+    asked = [name for name in _UNSUPPORTED if options.get(name) is not None and options[name] is not False]
+    if dropout:
+        asked.append("dropout of attention weights")
+    window = options.get("sliding_window")
+    if isinstance(window, int) and window < pieces.length:
+        asked.append(f"window of {window} tokens, for a sequence of {pieces.length}")
+    if asked:
+        raise ValueError(f"rank {rank}: ring attention has no {asked[0]}; set it to none in the model's configuration")
+    holder.calls += 1
+    is_causal = bool(getattr(module, "is_causal", True)) and bool(getattr(module.config, "is_causal", True))
+    out = ring_attention(query, key, value, holder.transport, pieces, is_causal=is_causal, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _no_mask(*args: object, mask_function: Callable[..., object] | None = None, **options: object) -> None:
+    """The registry's mask: none, as the ring knows what a token sees. `_attention` looks at windows.
+
+    Raises:
+        ValueError: The model hides more than the future.
+    """
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    is_window = options.get("local_size") is not None
+    if not is_window and mask_function not in (None, causal_mask_function, bidirectional_mask_function):
+        raise ValueError(
+            "this model hides more than the future (packed documents, tokens seen both ways), which "
+            "ring attention cannot express"
+        )
