@@ -120,7 +120,12 @@ def worker_command(folder: Path, flags: Sequence[str]) -> list[str]:
 
 def python(folder: Path = FOLDER) -> list[str]:
     """The Python of DeepSpeed's environment, with its allocator tuned."""
-    return ["env", *_allocator_words(), str(folder / "bin" / "python")]
+    return [*with_allocator(), str(folder / "bin" / "python")]
+
+
+def with_allocator() -> list[str]:
+    """What to put before a command whose allocator is to be tuned."""
+    return ["env", *_allocator_words()]
 
 
 def _allocator_words() -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from bench import host_time as bench_host_time
 from bench import local_rounds as bench_local_rounds
 from bench import offload as bench_offload
 from bench import offload_gpu as bench_offload_gpu
+from bench import sequence, zero_deepspeed
 from bench import step as bench_step
 from bench.command import COMMAND
 from ranks import run_torchrun
@@ -232,3 +235,29 @@ def test_offload_on_a_gpu_is_rehearsed(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["params"] > 0.9e6 and found["layers"] == 5
     assert found["losses"][-1] < found["losses"][0]  # the same window in every step
     assert "mode full in files" in (tmp_path / "record.md").read_text()
+
+
+@pytest.mark.net
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("emulated_hosts")
+def test_attention_over_pieces_sends_what_the_formula_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At the network card, within 5 %; and no side sends without a network."""
+    monkeypatch.setattr(sequence, "write_record", lambda path, text: path.write_text(text))
+    record = tmp_path / "record.md"
+    flags = ["--tokens", "1026", "--hosts", "3", "--networks", "1gbit", "--repeats", "2", "--record", str(record)]
+    sequence.main(flags)
+    formula = float(re.search(r"rank 0 sends\s+([\d.]+) MB", record.read_text())[1])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert [row[1] for row in rows] == ["ring", "alone", "gather"]
+    assert float(rows[0][4]) == formula and 0.99 < float(rows[0][5]) < 1.05 and float(rows[1][4]) == 0.0
+
+
+@pytest.mark.slow
+def test_zero_is_timed_with_the_same_json_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours alone, as DeepSpeed has an environment of its own; two stages give the same loss."""
+    args = argparse.Namespace(size="tiny", batch=2, steps=2, clip=1.0)
+    found = [zero_deepspeed.measure("onebit", stage, "float32", args) for stage in (1, 3)]
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], abs=1e-5)
+    assert all(each["seconds"] > 0 and each["peak_mb"] > 1 for each in found)

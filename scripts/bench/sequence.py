@@ -1,0 +1,168 @@
+"""Attention over a split sequence on emulated Ethernet: seconds and bytes beside computing alone, and beside a gather.
+
+    python scripts/bench.py sequence --record scripts/records/sequence_2026-11.md
+
+One causal attention, forward and backward, of float32 queries, keys and values. Three sides in each run of the hosts:
+`ring` is onebit.zero.ring_attention; `alone` computes the same blocks of keys without a network; `gather` sends all
+keys and values to all ranks before it computes, and their gradients back after it. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import record_path, revision, write_record
+from torch import Tensor
+
+from bench.command import words
+from bench.step import Silent
+from bench.timing import cpu_name, measure
+from onebit import comm
+from onebit.cli.cluster import Cluster, available, parse_rate
+from onebit.comm import Transport
+from onebit.zero.sequence import Pieces, ring_attention
+from onebit.zero.sequence.ring import Ring
+
+SIDES = ("ring", "alone", "gather")
+
+
+class Gather(torch.autograd.Function):
+    """The blocks of all ranks, one after the other; backward adds up their gradients at their ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, transport: Transport) -> Tensor:
+        ctx.transport = transport
+        out = x.new_empty(transport.world_size, *x.shape)
+        transport.all_gather(out.view(transport.world_size, -1).view(torch.uint8), x.view(-1).view(torch.uint8)).wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        rows = grads[0].contiguous().view(ctx.transport.world_size, -1).view(torch.uint8)
+        received = torch.empty_like(rows)
+        ctx.transport.all_to_all(received, rows).wait()
+        return received.view(torch.float32).view(grads[0].shape).sum(0), None
+
+
+def acts(args: argparse.Namespace, transport: Transport) -> dict[str, Callable[[], None]]:
+    """One pass forward and backward of each side."""
+    pieces, rank = Pieces(args.tokens, transport.world_size), transport.rank
+    size = pieces.size(rank)
+    q, k, v = (
+        torch.randn(1, heads, size, args.width).requires_grad_() for heads in (args.heads, args.groups, args.groups)
+    )
+    silent = Silent(rank, transport.world_size)
+    order = torch.cat([pieces.positions(r) for r in range(transport.world_size)])
+    seen = order <= pieces.positions(rank).unsqueeze(1)
+
+    def gather() -> Tensor:
+        both = Gather.apply(torch.stack([k, v]), transport)
+        keys, values = both.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+        return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=True)
+
+    made: dict[str, Callable[[], Tensor]] = {
+        "ring": lambda: ring_attention(q, k, v, transport, pieces),
+        "alone": lambda: ring_attention(q, k, v, silent, pieces),
+        "gather": gather,
+    }
+
+    def both_ways(forward: Callable[[], Tensor]) -> Callable[[], None]:
+        return lambda: forward().sum().backward()
+
+    return {side: both_ways(made[side]) for side in SIDES}
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank: the sides in turn; rank 0 writes what was measured as JSON."""
+    transport = comm.init("gloo")
+    torch.manual_seed(transport.rank)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // transport.world_size))
+    found = {side: measure(transport, act, args.repeats) for side, act in acts(args, transport).items()}
+    if transport.rank == 0:
+        args.out.write_text(json.dumps(found))
+    transport.close()
+
+
+def expected_bytes(args: argparse.Namespace) -> int:
+    """What rank 0 sends by the formula: keys and values twice, and gradients, of four bytes an element each."""
+    pieces = Pieces(args.tokens, args.hosts)
+    ring = Ring(Silent(0, args.hosts), pieces)
+    keys = sum(ring.seen(rank, 0)[1] for rank in range(1, args.hosts))
+    grads = sum(ring.seen(0, rank)[1] for rank in range(1, args.hosts))
+    return 2 * args.groups * args.width * 4 * (2 * keys + grads)
+
+
+def run_network(network: str, args: argparse.Namespace) -> dict[str, dict]:
+    """Lay the hosts, run the workers on them, take them down."""
+    with tempfile.TemporaryDirectory() as folder, Cluster(hosts=args.hosts, rate=network) as cluster:
+        out = Path(folder) / "result.json"
+        sizes = [
+            f"--{name}={getattr(args, name)}" for name in ("tokens", "heads", "groups", "width", "repeats", "hosts")
+        ]
+        run = cluster.run(words("sequence", "--worker", "--out", str(out), *sizes), launcher="none", timeout_s=600)
+        if run.status:
+            raise RuntimeError(f"the workers at {network} ended with status {run.status}")
+        return json.loads(out.read_text())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="bench.py sequence", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=2, help="key-value heads (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--networks", nargs="+", default=["100mbit", "1gbit", "none"], help="rates; none: unshaped")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--record", type=record_path, metavar="FILE")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.worker:
+        worker(args)
+        return
+    if args.tokens % (2 * args.hosts):
+        parser.error(f"--tokens {args.tokens}: expected a multiple of {2 * args.hosts}, or gather has unequal rows")
+    if (reason := available()) is not None:
+        raise SystemExit(f"no emulated hosts here: {reason}")
+    rows, formula = [], expected_bytes(args)
+    for network in args.networks:
+        found, rate = run_network(network, args), parse_rate(network)
+        alone = statistics.median(found["alone"]["seconds"])
+        for side in SIDES:
+            its = found[side]
+            seconds, sent, wire = statistics.median(its["seconds"]), its["sent_bytes"], its["wire_payload"]
+            limit = sent * 8 / rate if rate else 0.0
+            hidden = (
+                f"{100 * min(1.0, max(0.0, 1 - (seconds - alone) / limit)):.0f}" if limit and side != "alone" else ""
+            )
+            cells = [network, side, f"{seconds:.3f}", f"{seconds / alone:.2f}", f"{sent / 1e6:.2f}"]
+            cells += [f"{wire / sent:.3f}" if sent and wire else "", f"{limit:.3f}" if limit else "", hidden]
+            rows.append(f"| {' | '.join(cells)} |")
+            sys.stdout.write(rows[-1] + "\n")
+            sys.stdout.flush()
+    text = f"""# Attention over a split sequence, on emulated Ethernet
+
+`python scripts/bench.py sequence`, {time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__},
+{os.cpu_count()} cores ({cpu_name()}). One causal attention, forward and backward: {args.tokens:,} tokens over
+{args.hosts} hosts, {args.heads} query and {args.groups} key-value heads of width {args.width}, float32. Medians of
+{args.repeats} repetitions, the slowest rank of each; {args.hosts} ranks share the cores. By the formula rank 0 sends
+{formula / 1e6:.2f} MB. On the wire: payload by the queue's counter over that count. Limit: the bytes over the rate.
+Hidden: the share of the limit that does not add to the seconds of computing alone.
+
+| network | side | seconds | times alone | sent MB | on the wire | limit s | hidden, % |
+| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |
+{chr(10).join(rows)}
+"""
+    if args.record is not None:
+        write_record(args.record, text)

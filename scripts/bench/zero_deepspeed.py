@@ -1,0 +1,169 @@
+"""Stages 1 to 3 beside DeepSpeed 0.19.6 on CPU: seconds of a step, peak memory, and the loss, of the same JSON.
+
+    python scripts/bench.py peer_deepspeed --prepare
+    python scripts/bench.py zero_deepspeed --record scripts/records/zero_deepspeed_2026-11.md
+
+Both engines train the same GPT from the same values on the same windows, with torch's fused AdamW, 2 ranks over Gloo on
+loopback. Each case is a fresh pair of processes, and the two sides take turns. Peak memory is the largest resident set
+of a rank, less what it had after a step with a model of two parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from train.model import SIZES, VOCABULARY, build_model
+
+from bench import peer_deepspeed
+from bench.command import COMMAND
+
+RANKS, WARM = 2, 4
+SIDES = ("onebit", "deepspeed")
+CASES = [(stage, dtype) for stage in (1, 2, 3) for dtype in ("float32", "bfloat16")]
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank; rank 0 writes."""
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints
+        if args.side == "deepspeed":
+            peer_deepspeed.start()
+            import deepspeed as engine_of
+        else:
+            from onebit import zero as engine_of  # type: ignore[no-redef]
+        found = train(engine_of, args)
+    if torch.distributed.get_rank() == 0:
+        args.out.write_text(json.dumps(found))
+    torch.distributed.barrier()
+
+
+def train(engine_of: Any, args: argparse.Namespace) -> dict[str, float]:
+    """Steps of one engine; medians over those after the first few."""
+    config = {
+        "train_micro_batch_size_per_gpu": args.batch,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": args.clip,
+        "bf16": {"enabled": args.dtype == "bfloat16"},
+        "zero_optimization": {"stage": args.stage, "overlap_comm": True, "contiguous_gradients": True},
+    }
+    _take_a_step(engine_of, config)
+    before = _status("VmRSS")
+    model = peer_deepspeed.Loss(build_model(args.size, seed=0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    engine, *_ = engine_of.initialize(model=model, optimizer=optimizer, config=config)
+    rank = torch.distributed.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    windows = torch.randint(VOCABULARY, (args.batch, SIZES[args.size].context + 1), generator=generator)
+    seconds = []
+    for _ in range(args.steps + WARM):
+        began = time.perf_counter()
+        loss = engine(windows)
+        engine.backward(loss)
+        engine.step()
+        seconds.append(time.perf_counter() - began)
+    facts = torch.tensor([_status("VmHWM") - before, float(loss.detach()) / RANKS, 0.0], dtype=torch.float64)
+    peak, mean = facts[:1].clone(), facts[1:2].clone()
+    torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
+    torch.distributed.all_reduce(mean)
+    return {"seconds": statistics.median(seconds[WARM:]), "peak_mb": float(peak) / 1e6, "loss": float(mean)}
+
+
+def _take_a_step(engine_of: Any, config: dict[str, Any]) -> None:
+    """With a model of two parameters, so that all that an engine imports is there."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    engine, *_ = engine_of.initialize(model=model, optimizer=optimizer, config=config)
+    dtype = next(model.parameters()).dtype
+    engine.backward(engine(torch.ones(2, 1, dtype=dtype)).sum())
+    engine.step()
+
+
+def _status(name: str) -> int:
+    """Bytes, of this process's memory in /proc."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def measure(side: str, stage: int, dtype: str, args: argparse.Namespace) -> dict[str, float]:
+    """Start the ranks of one case."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        start = peer_deepspeed.python() if side == "deepspeed" else [*peer_deepspeed.with_allocator(), sys.executable]
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+        flags = ["--worker", "--side", side, "--stage", str(stage), "--dtype", dtype, "--out", str(out)]
+        flags += ["--size", args.size, "--batch", str(args.batch), "--steps", str(args.steps), "--clip", str(args.clip)]
+        command = [*start, *launch, COMMAND, "zero_deepspeed", *flags]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+        if ended.returncode != 0:
+            raise SystemExit(f"{ended.stderr[-4000:]}\n{side}, stage {stage}, {dtype}: ended with {ended.returncode}")
+        return json.loads(out.read_text())
+
+
+def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="bench.py zero_deepspeed", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="25m-short")
+    parser.add_argument("--batch", type=int, default=2, help="windows per rank (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side (default: %(default)s)")
+    parser.add_argument("--clip", type=float, default=1.0, help="gradient_clipping (default: %(default)s)")
+    parser.add_argument("--record", type=Path, metavar="FILE")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.worker:
+        worker(args)
+        return
+    if why := peer_deepspeed.why_not_prepared():
+        raise SystemExit(why)
+    from provenance import record_path, revision, write_record  # not in the peer's environment
+
+    heads = ("stage", "dtype", *("seconds", "DeepSpeed's", "ratio"), *("peak MB", "DeepSpeed's", "ratio"))
+    heads += ("loss", "DeepSpeed's")
+    rows = [f"| {' | '.join(heads)} |", "| ---: | --- |" + " ---: |" * (len(heads) - 2)]
+    for stage, dtype in CASES:
+        runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+        for _ in range(args.rounds):
+            for side in SIDES:
+                runs[side].append(measure(side, stage, dtype, args))
+        ours, theirs = (_medians(runs[side]) for side in SIDES)
+        cells = [str(stage), dtype]
+        for key, form in (("seconds", ".3f"), ("peak_mb", ".0f")):
+            cells += [f"{ours[key]:{form}}", f"{theirs[key]:{form}}", f"{ours[key] / theirs[key]:.2f}"]
+        cells += [f"{side['loss']:.4f}" for side in (ours, theirs)]
+        rows.append(f"| {' | '.join(cells)} |")
+        sys.stdout.write(rows[-1] + "\n")
+        sys.stdout.flush()
+    text = f"""# Stages 1 to 3 beside DeepSpeed 0.19.6 on CPU
+
+`python scripts/bench.py zero_deepspeed`, {time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__}.
+GPT `{args.size}`, {args.batch} windows a rank, {RANKS} ranks over Gloo with one thread each, torch's fused AdamW and
+`gradient_clipping` {args.clip:g} on both sides, `overlap_comm` and `contiguous_gradients` on. Medians of {args.rounds}
+runs of {args.steps} steps, in turn. Peak: the largest resident set of a rank, less that after a step of two
+parameters.
+
+{chr(10).join(rows)}
+"""
+    if args.record is not None:
+        write_record(record_path(str(args.record)), text)
