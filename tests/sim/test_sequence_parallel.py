@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,6 +148,7 @@ def refused(W: int, make: Callable[[], nn.Module], change: Callable[[int], dict[
         (lambda rank: {"input_ids": batch(16)["input_ids"] + rank}, "the same whole batch"),
         (lambda rank: {"attention_mask": torch.tensor([[0] + [1] * 15, [1] * 16])}, "pad on the right"),
         (lambda rank: {"attention_mask": torch.ones(2, 1, 16, 16)}, "pad on the right"),
+        (lambda rank: {"labels": batch(16)["labels"] + rank}, "the same whole batch"),
         (lambda rank: {"position_ids": torch.tensor([[*range(8), *range(8)]])}, "packed documents would see each"),
         (lambda rank: {"use_cache": True}, "use_cache"),
         (lambda rank: {"cache_position": torch.arange(16)}, "cache_position is not known here"),
@@ -167,6 +169,32 @@ def test_bad_batches_are_refused_on_all_ranks(change: Callable[[int], dict[str, 
 )
 def test_what_ring_attention_lacks_is_refused_by_name(name: str, keys: dict[str, Any], words: str) -> None:
     refused(2, lambda: build(name, CAUSAL[name] | keys), lambda rank: {}, words)
+
+
+def test_padding_of_an_encoder_is_refused() -> None:
+    mask = torch.tensor([[1] * 15 + [0], [1] * 16])
+    make = lambda: build("Bert", MASKED["Bert"], "ForMaskedLM")  # noqa: E731
+    refused(2, make, lambda rank: {"attention_mask": mask}, "leave padding out")
+
+
+def test_a_model_can_be_copied_and_exported_and_is_split_once(tmp_path: Path) -> None:
+    model = sequence_parallel(build("Llama", CAUSAL["Llama"]), SimTransport())
+    copied, given = copy.deepcopy(model), batch(16)
+    assert torch.equal(copied(**given).loss, model(**given).loss)
+    with pytest.raises(ValueError, match="are split already"):
+        sequence_parallel(model, SimTransport())
+    model.save_pretrained(tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(plain(**given).loss, model(**given).loss)
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    model = sequence_parallel(build("Llama", CAUSAL["Llama"]), SimTransport())
+    (slope,) = torch.autograd.grad(model(**batch(8)).loss, [model.lm_head.weight], create_graph=True)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    (grad,) = torch.autograd.grad(model(**batch(8)).loss, [weight], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (grad.sum() + slope.sum()).backward()
 
 
 def test_a_window_that_holds_the_sequence_is_none() -> None:

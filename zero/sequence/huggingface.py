@@ -6,6 +6,7 @@ that `model.config._attn_implementation` names, which is registered here.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import zlib
 from collections.abc import Callable, Mapping
@@ -37,8 +38,8 @@ def sequence_parallel(model: nn.Module, transport: Transport) -> nn.Module:
     token_type_ids, labels, and an attention_mask without padding, or with padding after the tokens of a causal model.
     Each computes its piece, see `Pieces`: positions are those in the whole sequence, labels are shifted before the cut,
     and outputs such as logits are the piece's. The loss is the sum over the piece's tokens, divided by 1/W of all that
-    count. The mean of the ranks' losses, and so of their gradients, is that of the
-    whole batch: to an optimizer, and in the engine, a rank of the sequence is a rank of the data.
+    count. The mean of the ranks' losses, and so of their gradients, is that of the whole batch: to an optimizer, and in
+    the engine, a rank of the sequence is a rank of the data.
 
     Args:
         model: A model of transformers whose attention comes from its registry of attention functions.
@@ -61,6 +62,8 @@ def sequence_parallel(model: nn.Module, transport: Transport) -> nn.Module:
         raise ValueError(
             f"rank {rank}: {type(model).__name__} is no model of transformers; call ring_attention in its attention"
         )
+    if any(_HOLDER in module.__dict__ for module in model.modules()):
+        raise ValueError(f"rank {rank}: the sequences of this {type(model).__name__} are split already")
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - {"full_attention"}
     if kinds - {"sliding_attention"} or getattr(model.config, "is_encoder_decoder", False):
         what = ", ".join(sorted(kinds)) or "an encoder and a decoder"
@@ -92,8 +95,13 @@ class _Holder:
     def __init__(self, model: nn.Module, transport: Transport, first_position: int):
         self.transport, self.pieces, self.calls = transport, Pieces(0, transport.world_size), 0
         self._first_position = first_position
+        self._sees_all = not all(_is_causal(module) for module in model.modules() if hasattr(module, "is_causal"))
         self._labels: tuple[Tensor, Tensor | float] | None = None
         self._names = list(inspect.signature(model.forward).parameters)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Holder:
+        """Of a copied model: its own pieces, and the same transport."""
+        return copy.copy(self)
 
     def cut(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         """The hook before forward: this rank's piece of its arguments."""
@@ -135,7 +143,9 @@ class _Holder:
 
     def _check(self, tokens: Tensor, given: Mapping[str, Any]) -> None:
         rank, length = self.transport.rank, tokens.shape[1]
-        digest = zlib.crc32(tokens.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest = 0
+        for x in (given[name] for name in sorted(given) if isinstance(given[name], Tensor)):
+            digest = zlib.crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), digest)
         seen = gather_texts(self.transport, f"{tuple(tokens.shape)}, checksum {digest:08x}, and {sorted(given)}")
         if other := next((its for its in enumerate(seen) if its[1] != seen[0]), None):
             raise ValueError(
@@ -160,6 +170,10 @@ class _Holder:
             raise ValueError(
                 f"rank {rank}: expected attention_mask [sequences, tokens] with padding after the tokens alone, got "
                 f"{tuple(mask.shape)}; pad on the right"
+            )
+        if mask is not None and self._sees_all and not bool(mask.all()):
+            raise ValueError(
+                f"rank {rank}: attention_mask hides padding, which tokens of this model would see: leave padding out"
             )
         if places is not None and not torch.equal(places.to(torch.int64), places[..., :1] + _count(length, places)):
             raise ValueError(
@@ -186,6 +200,10 @@ def _count(length: int, like: Tensor) -> Tensor:
     return torch.arange(length, dtype=torch.int64, device=like.device)
 
 
+def _is_causal(module: nn.Module) -> bool:
+    return bool(module.is_causal) and bool(getattr(getattr(module, "config", None), "is_causal", True))
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -210,7 +228,8 @@ def _attention(
     if asked:
         raise ValueError(f"rank {rank}: ring attention has no {asked[0]}; set it to none in the model's configuration")
     holder.calls += 1
-    is_causal = bool(getattr(module, "is_causal", True)) and bool(getattr(module.config, "is_causal", True))
+    said = options.get("is_causal")
+    is_causal = _is_causal(module) if said is None else bool(said)
     out = ring_attention(query, key, value, holder.transport, pieces, is_causal=is_causal, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...comm import Transport, Work
 from .local import attend, attend_backward
@@ -157,6 +158,7 @@ class _RingAttention(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
         q, k, v, out, lse = ctx.saved_tensors
