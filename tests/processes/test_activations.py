@@ -11,7 +11,8 @@ import torch
 from ranks import Ended, run_torchrun
 from torch import Tensor
 
-from onebit.zero.pipeline.wire import WIRES, decode_, encode, frame_bytes, quantised_boundary
+from onebit.comm.codecs.tensors import decode_, encode, frame_bytes
+from onebit.zero.pipeline.wire import WIRES, quantised_boundary
 
 FLOATS = ("float32", "bfloat16", "float16")
 BITS = {"bf16": 16, "int8": 8, "int4": 4}

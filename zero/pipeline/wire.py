@@ -19,6 +19,7 @@ from torch.distributed import P2POp
 from torch.distributed.pipelining import PipelineStage
 
 from ...comm import CODECS, Codec, codec_named
+from ...comm.codecs.tensors import decode_, encode, frame_bytes, padded
 
 # "fp32" sends tensors unchanged, in whatever type a stage computes. Blocks have 64 elements: with 256, int4 activations
 # leave twice the error in the gradients of weights, for 5 % fewer bytes. The record compares the choices.
@@ -26,38 +27,6 @@ _BLOCK = 64
 WIRES: dict[str, Codec | None] = {
     name: codec_named(name, _BLOCK if kind.leaves_residual else 8) for name, kind in CODECS.items()
 } | {"fp32": None}
-
-
-def frame_bytes(codec: Codec, numel: int) -> int:
-    """The bytes of a tensor of `numel` elements on the wire, padded to whole blocks."""
-    return codec.frame_bytes(_padded(codec, numel))
-
-
-@torch.no_grad()
-def encode(codec: Codec, x: Tensor, error: Tensor | None = None) -> Tensor:
-    """Encode x + error as a frame, uint8 [frame_bytes]. A block with a NaN or an infinity decodes as NaN.
-
-    Args:
-        codec: The codec.
-        x: A tensor of any shape and floating type, which is flattened into blocks.
-        error: float32 [1, N], x's elements padded to whole blocks; it is replaced by the new residual. None (default)
-            without error feedback.
-    """
-    row_1N = x.new_zeros(1, _padded(codec, x.numel()), dtype=torch.float32)
-    row_1N[0, : x.numel()].copy_(x.reshape(-1))
-    frames_1B = x.new_empty(1, codec.frame_bytes(row_1N.shape[1]), dtype=torch.uint8)
-    codec.encode(row_1N, error, frames_1B, None)
-    if error is not None:
-        error.copy_(row_1N)
-    return frames_1B[0]
-
-
-@torch.no_grad()
-def decode_(codec: Codec, frame: Tensor, out: Tensor) -> None:
-    """Decode a frame into `out`, rounded to its floating type. `out` has the shape that was encoded."""
-    row_1N = out.new_empty(1, _padded(codec, out.numel()), dtype=torch.float32)
-    codec.decode(frame.unsqueeze(0), row_1N)
-    out.copy_(row_1N[0, : out.numel()].view(out.shape))
 
 
 class CompressedStage(PipelineStage):
@@ -179,7 +148,7 @@ class CompressedStage(PipelineStage):
         if not self.error_feedback or not x.is_floating_point():
             return None
         assert self.backward_codec is not None
-        shape = (1, _padded(self.backward_codec, x.numel()))
+        shape = (1, padded(self.backward_codec, x.numel()))
         if key not in self._errors:
             self._errors[key] = x.new_zeros(shape, dtype=torch.float32)
         if self._errors[key].shape != shape:
@@ -229,7 +198,3 @@ def _sent(codec: Codec | None, x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     decode_(codec, encode(codec, x), out)
     return out
-
-
-def _padded(codec: Codec, numel: int) -> int:
-    return -(-numel // codec.block) * codec.block
