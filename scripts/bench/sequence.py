@@ -3,7 +3,7 @@
     python scripts/bench.py sequence --record scripts/records/sequence_2026-11.md
 
 One causal attention, forward and backward, of float32 queries, keys and values. Three sides in each run of the hosts:
-`ring` is onebit.zero.ring_attention; `alone` computes the same blocks of keys without a network; `gather` sends all
+`ring` is onebit.zero.ring_attention, also with blocks in eight bits; `alone` computes the same blocks of keys without a network; `gather` sends all
 keys and values to all ranks before it computes, and their gradients back after it. Needs root and iproute2.
 """
 
@@ -29,11 +29,11 @@ from bench.step import Silent
 from bench.timing import cpu_name, measure
 from onebit import comm
 from onebit.cli.cluster import Cluster, available, parse_rate
-from onebit.comm import Transport
+from onebit.comm import Int8Codec, Transport
 from onebit.zero.sequence import Pieces, ring_attention
 from onebit.zero.sequence.ring import Ring
 
-SIDES = ("ring", "alone", "gather")
+SIDES = ("ring", "ring, int8", "alone", "gather")
 
 
 class Gather(torch.autograd.Function):
@@ -72,6 +72,7 @@ def acts(args: argparse.Namespace, transport: Transport) -> dict[str, Callable[[
 
     made: dict[str, Callable[[], Tensor]] = {
         "ring": lambda: ring_attention(q, k, v, transport, pieces),
+        "ring, int8": lambda: ring_attention(q, k, v, transport, pieces, codec=Int8Codec(64)),
         "alone": lambda: ring_attention(q, k, v, silent, pieces),
         "gather": gather,
     }

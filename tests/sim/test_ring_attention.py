@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from onebit.comm import SimTransport, run_ranks
+from onebit.comm import Bf16Codec, Codec, Int4Codec, Int8Codec, SimTransport, run_ranks
+from onebit.comm.codecs.tensors import decode_, encode
 from onebit.zero.sequence import local
 from onebit.zero.sequence.pieces import Pieces
 from onebit.zero.sequence.ring import Ring, ring_attention
@@ -138,3 +139,63 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
         with pytest.raises(ValueError, match=f"^rank 0: .*{words}"):
             ring_attention(*given[:3], transport, given[3])
     assert transport.sent_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("codec", "bytes_per_element", "tolerance"),
+    [(Bf16Codec(), 2.0, 0.01), (Int8Codec(64), 1.0 + 2 / 64, 0.02), (Int4Codec(64), 0.5 + 2 / 64, 0.25)],
+)
+def test_blocks_travel_in_few_bytes(codec: Codec, bytes_per_element: float, tolerance: float) -> None:
+    """The error of output and gradients, as a share of their size."""
+    given, W = drawn(48, 4, 2), 3
+    pieces, expected = Pieces(48, W), whole(given, True)
+
+    def rank(transport: SimTransport) -> tuple[list[Tensor], int]:
+        q, k, v, grad = (pieces.cut(x, transport.rank, 2).requires_grad_() for x in given)
+        out = ring_attention(q, k, v, transport, pieces, codec=codec)
+        sent = transport.sent_bytes
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.detach())], sent
+
+    ranks = run_ranks(W, rank)
+    for parts, wanted in zip(zip(*(found for found, _ in ranks), strict=True), expected, strict=True):
+        error = float((pieces.join(list(parts), 2) - wanted).norm() / wanted.norm())
+        assert 0 < error < tolerance
+    elements = [2 * 2 * 2 * 8 * sum(seen_of(pieces, r, me, True) for r in range(W) if r != me) for me in range(W)]
+    for (_, sent), count in zip(ranks, elements, strict=True):
+        assert sent == pytest.approx(count * bytes_per_element, rel=0.05)
+
+
+@pytest.mark.parametrize("codec", [Int8Codec(64), Int4Codec(64)])
+def test_gradients_are_those_of_the_rounded_blocks(codec: Codec) -> None:
+    """Equal to autograd through rounded copies of what the other rank sees."""
+    given, pieces = drawn(24, 2, 2), Pieces(24, 2)
+
+    def rank(transport: SimTransport) -> list[Tensor]:
+        q, k, v, grad = (pieces.cut(x, transport.rank, 2) for x in given)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        return list(torch.autograd.grad(ring_attention(q, k, v, transport, pieces, codec=codec), (q, k, v), grad))
+
+    def rounded(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        decode_(codec, encode(codec, x), out)
+        return out
+
+    # Rank 1 sees the first chunk of rank 0 rounded, and rank 0's second chunk sees both chunks of rank 1 rounded.
+    found = run_ranks(2, rank)
+    q, k, v, grad = given
+    parts = [torch.stack([pieces.cut(x, r, 2) for x in (k, v)]) for r in range(2)]
+    first = len(pieces.chunks(0)[0])
+    seen_by_1, seen_by_0 = rounded(parts[0][:, :, :, :first].contiguous()), rounded(parts[1])
+    leaves = [x.clone().requires_grad_() for x in (parts[0], parts[1], seen_by_1, seen_by_0)]
+    own_0, own_1, of_0, of_1 = leaves
+    places = [pieces.positions(r) for r in range(2)]
+    total = 0.0
+    for r, (own, other, other_places) in enumerate(((own_0, of_1, places[1]), (own_1, of_0, places[0][:first]))):
+        keys, values = torch.cat([own, other], 3)
+        mask = torch.cat([places[r], other_places]) <= places[r].unsqueeze(1)
+        out = F.scaled_dot_product_attention(pieces.cut(q, r, 2), keys, values, attn_mask=mask)
+        total = total + (out * pieces.cut(grad, r, 2)).sum()
+    of_own_0, of_own_1, of_seen_0, of_seen_1 = torch.autograd.grad(total, leaves)
+    of_own_0[:, :, :, :first] += of_seen_0
+    for mine, expected in zip(found, (of_own_0, of_own_1 + of_seen_1), strict=True):
+        torch.testing.assert_close(torch.stack(mine[1:]), expected, rtol=0, atol=1e-5)

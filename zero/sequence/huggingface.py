@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...comm import Transport
+from ...comm import Codec, Transport
 from ...comm.messages import gather_texts
 from .pieces import Pieces
 from .ring import ring_attention
@@ -31,7 +31,7 @@ _CUT = ("input_ids", "inputs_embeds", "token_type_ids")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def sequence_parallel(model: nn.Module, transport: Transport) -> nn.Module:
+def sequence_parallel(model: nn.Module, transport: Transport, *, codec: Codec | None = None) -> nn.Module:
     """Split the sequences of a transformers model over ranks, in place. All ranks.
 
     From now on all ranks call the model with the same whole batch: input_ids or inputs_embeds, and, if given,
@@ -44,6 +44,7 @@ def sequence_parallel(model: nn.Module, transport: Transport) -> nn.Module:
     Args:
         model: A model of transformers whose attention comes from its registry of attention functions.
         transport: Between the ranks of the sequence.
+        codec: Format in which keys and values travel; see `ring_attention`. Default None: as they are.
 
     Returns:
         The model.
@@ -72,7 +73,7 @@ def sequence_parallel(model: nn.Module, transport: Transport) -> nn.Module:
         first = int(model.config.pad_token_id) + 1  # RoBERTa and its relatives
     else:
         first = 0
-    holder = _Holder(model, transport, first)
+    holder = _Holder(model, transport, first, codec)
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.__dict__[_HOLDER] = holder
@@ -90,11 +91,12 @@ class _Holder:
     Attributes:
         pieces: Of the sequences of the last forward pass.
         calls: Calls of the attention function in that pass.
+        codec: Format in which keys and values travel.
     """
 
-    def __init__(self, model: nn.Module, transport: Transport, first_position: int):
+    def __init__(self, model: nn.Module, transport: Transport, first_position: int, codec: Codec | None):
         self.transport, self.pieces, self.calls = transport, Pieces(0, transport.world_size), 0
-        self._first_position = first_position
+        self._first_position, self.codec = first_position, codec
         self._sees_all = not all(_is_causal(module) for module in model.modules() if hasattr(module, "is_causal"))
         self._labels: tuple[Tensor, Tensor | float] | None = None
         self._names = list(inspect.signature(model.forward).parameters)
@@ -230,7 +232,9 @@ def _attention(
     holder.calls += 1
     said = options.get("is_causal")
     is_causal = _is_causal(module) if said is None else bool(said)
-    out = ring_attention(query, key, value, holder.transport, pieces, is_causal=is_causal, scale=scaling)
+    out = ring_attention(
+        query, key, value, holder.transport, pieces, is_causal=is_causal, scale=scaling, codec=holder.codec
+    )
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...comm import Transport, Work
+from ...comm import Codec, Transport, Work
+from ...comm.codecs.tensors import decode_, encode, frame_bytes
 from .local import attend, attend_backward
 from .pieces import Pieces
 
@@ -33,11 +34,13 @@ class Ring:
         transport: Between the ranks of the sequence.
         pieces: How the sequence is cut.
         is_causal: Whether a token sees only itself and those before it. Default True.
+        codec: Format of keys and values that travel. Default None: they travel as they are.
     """
 
     transport: Transport
     pieces: Pieces
     is_causal: bool = True
+    codec: Codec | None = None
 
     def source(self, round_: int) -> int:
         """Return the rank whose block comes in this round; its own in round 0."""
@@ -65,6 +68,7 @@ def ring_attention(
     *,
     is_causal: bool = True,
     scale: float | None = None,
+    codec: Codec | None = None,
 ) -> Tensor:
     """Softmax attention of this rank's queries with the keys of all ranks. All ranks, in the same order.
 
@@ -80,6 +84,9 @@ def ring_attention(
         pieces: How the sequence is cut; the same on all ranks.
         is_causal: Whether a token sees only itself and those before it. Default True.
         scale: Factor of the scores. Default None: 1/√d.
+        codec: Format in which keys and values travel, such as `Int8Codec(64)`; the same on all ranks. A rank's own keys
+            are exact, those of others rounded; gradients are those with respect to the rounded ones, and travel in
+            float32. Default None: as they are.
 
     Returns:
         [b, h, s, d] in q's dtype.
@@ -88,7 +95,7 @@ def ring_attention(
         ValueError: Shapes do not fit the piece of this rank, or each other.
         PeerError: Another rank is missing, or gives other shapes.
     """
-    ring, rank = Ring(transport, pieces, is_causal), transport.rank
+    ring, rank = Ring(transport, pieces, is_causal, codec), transport.rank
     if pieces.world_size != transport.world_size:
         raise ValueError(
             f"rank {rank}: pieces for {pieces.world_size} ranks, and the transport has {transport.world_size}"
@@ -120,20 +127,27 @@ class _Blocks:
         self._ring, self._own = ring, torch.stack([k, v])
         self._coming = None if ring.transport.world_size == 1 else self._launch(1)
 
-    def _launch(self, round_: int) -> tuple[Tensor, Tensor, Work]:
+    def _launch(self, round_: int) -> tuple[Tensor, Tensor, Tensor, Work]:
+        """The block that comes, the bytes in which it comes, those that go, and the operation."""
         ring, (_, b, g, _, d) = self._ring, self._own.shape
         rank, W = ring.transport.rank, ring.transport.world_size
         sent = self._own[:, :, :, : ring.seen((rank + round_) % W, rank)[1]].contiguous()
         block = self._own.new_empty(2, b, g, ring.seen(rank, ring.source(round_))[1], d)
-        return block, sent, ring.transport.shift(_bytes(block), _bytes(sent), round_)
+        if ring.codec is None:
+            return block, _bytes(block), sent, ring.transport.shift(_bytes(block), _bytes(sent), round_)
+        frame = block.new_empty(frame_bytes(ring.codec, block.numel()), dtype=torch.uint8)
+        sent = encode(ring.codec, sent)
+        return block, frame, sent, ring.transport.shift(frame, sent, round_)
 
     def take(self, round_: int) -> Tensor:
         """This round's keys and values that this rank's queries see, [2, b, g, m, d]; the next ones are launched."""
         if round_ == 0:
             return self._own
         assert self._coming is not None
-        (block, _, work), self._coming = self._coming, None
+        (block, frame, _, work), self._coming = self._coming, None
         work.wait()
+        if self._ring.codec is not None:
+            decode_(self._ring.codec, frame, block)
         if round_ + 1 < self._ring.transport.world_size:
             self._coming = self._launch(round_ + 1)
         return block
