@@ -2,9 +2,10 @@
 
     python scripts/bench.py sequence --record scripts/records/sequence_2026-11.md
 
-One causal attention, forward and backward, of float32 queries, keys and values. Three sides in each run of the hosts:
-`ring` is onebit.zero.ring_attention, also with blocks in eight bits; `alone` computes the same blocks of keys without a network; `gather` sends all
-keys and values to all ranks before it computes, and their gradients back after it. Needs root and iproute2.
+One causal attention, forward and backward, of float32 queries, keys and values. Sides in each run of the hosts: `ring`
+is onebit.zero.ring_attention, also with blocks in eight bits; `alone` computes the same blocks of keys without a
+network; `gather` sends all keys and values to all ranks before it computes, and their gradients back after it. Needs
+root and iproute2.
 """
 
 from __future__ import annotations
