@@ -264,6 +264,42 @@ def test_keys_of_stage_3_have_two_names(caplog: pytest.LogCaptureFixture) -> Non
         small(zero_optimization={"max_live_parameters": 1, "stage3_max_live_parameters": 1})
 
 
+@pytest.mark.parametrize(
+    ("stage", "name", "made"),
+    [
+        (2, "offload_param", OffloadParam),
+        (0, "offload_param", OffloadParam),
+        (0, "offload_optimizer", OffloadOptimizer),
+    ],
+)
+def test_an_offload_below_its_stage_has_no_effect(
+    stage: int, name: str, made: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in DeepSpeed, whose scripts write both blocks at every stage."""
+    config = small(zero_optimization={"stage": stage, name: {"device": "cpu"}})
+    assert getattr(config.zero_optimization, name).device == "none"
+    assert len(caplog.messages) == 1 and f"{name} has no effect at stage {stage}: " in caplog.messages[0]
+    with pytest.raises(ValueError, match=f"got stage {stage}"):
+        ZeroOptimization(stage=stage, **{name: made(device="cpu")})
+
+
+def test_what_older_releases_read_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    config = read("older_releases.json")
+    assert config.bf16.enabled and len(caplog.messages) == 9
+    for key, why in (
+        ("compile", "torch.compile before initialize"),
+        ("hybrid_engine", "the model's own generate"),
+        ("bf16.loss_scale", "needs no loss scale"),
+        ("fp16.opt_level", "one form of mixed precision"),
+    ):
+        assert sum(f": {key} has no effect" in text and why in text for text in caplog.messages) == 1, caplog.messages
+
+
+def test_a_block_in_the_wrong_place_is_told_its_own() -> None:
+    with pytest.raises(ValueError, match='unknown key "offload_optimizer"; it belongs in "zero_optimization"'):
+        small(offload_optimizer={"device": "cpu"})
+
+
 def test_a_key_that_asks_for_what_happens_anyway_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     small(
         prescale_gradients=False,
@@ -431,8 +467,6 @@ DATA_EFFICIENCY = [
         ({"fp16": {"initial_scale_power": 2, "min_loss_scale": 8}}, "expected min_loss_scale at most"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both enabled"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: expected one of 0, 1, 2, 3, got 4"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "at stage 3, got stage 2"),
-        ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "stages 1, 2 and 3, got stage 0"),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {}}}, "offload_optimizer.device is missing"),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, '"nvme" needs nvme_path'),
         (

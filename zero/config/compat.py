@@ -28,6 +28,11 @@ _OLD_SWITCHES = {
     "cpu_offload_params": "offload_param",
     "cpu_offload_param": "offload_param",
 }
+# DeepSpeed ignores these blocks below a stage, and scripts write them at every one: the least, and what is there.
+_OFFLOADED_FROM = {
+    "offload_param": (3, "parameters are offloaded at stage 3"),
+    "offload_optimizer": (1, "optimizer state is offloaded at stages 1, 2 and 3"),
+}
 
 
 def modernised(data: dict[str, object], reading: Reading) -> dict[str, object]:
@@ -45,6 +50,7 @@ def modernised(data: dict[str, object], reading: Reading) -> dict[str, object]:
                 )
                 if _SWITCH.read(zero.pop(old), reading.at("zero_optimization", old)):
                     zero.setdefault(new, {"device": "cpu"})
+        _switch_off_offloads(zero, reading)
         data["zero_optimization"] = zero
     _take_tensor_ranks(data, reading)
     if isinstance(sparse := data.get("sparse_attention"), Mapping):
@@ -57,6 +63,17 @@ def modernised(data: dict[str, object], reading: Reading) -> dict[str, object]:
             reading.warnings.append(f'{reading.at(where, old)} is another name: write "{new}"')
             inside[new] = inside.pop(old)
     return data
+
+
+def _switch_off_offloads(zero: dict[str, object], reading: Reading) -> None:
+    """Set the device of blocks to "none" that have no effect at this stage, each with a warning."""
+    stage = zero.get("stage", 0)
+    for name, (least, why) in _OFFLOADED_FROM.items():
+        block = zero.get(name)
+        is_on = isinstance(block, Mapping) and block.get("device", "none") != "none"
+        if isinstance(stage, int) and stage < least and is_on:
+            reading.warnings.append(f"{reading.at('zero_optimization', name)} has no effect at stage {stage}: {why}")
+            zero[name] = read_object(block, name, reading) | {"device": "none"}
 
 
 def _take_tensor_ranks(data: dict[str, object], reading: Reading) -> None:

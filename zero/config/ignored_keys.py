@@ -50,6 +50,8 @@ FP16 = {
     "fp16_master_weights_and_grads": Inert(BOOL, "master weights are float32", fine=(False,)),
     "fused_mode": Inert(BOOL, "there is one form of the step"),
     "fp16_opt_level": Inert(TEXT, "there is one form of mixed precision"),
+    "opt_level": Inert(TEXT, "there is one form of mixed precision"),
+    "fp16_scale_tolerance": Inert(FLOAT, "every step whose gradients are not finite lowers the scale"),
 }
 
 _ALL_MESSAGES = "all operations of the backend are listed"
@@ -59,7 +61,11 @@ COMMS_LOGGER = {
     "debug": Inert(BOOL, "callers are not named; see torch.profiler with with_stack", fine=(False,)),
 }
 
+_SCALED = "bfloat16 has float32's range and needs no loss scale"
+
 BF16 = {
+    **{name: Inert(FLOAT, _SCALED) for name in ("loss_scale", "min_loss_scale", "initial_scale_power")},
+    **{name: Inert(INT, _SCALED) for name in ("loss_scale_window", "hysteresis")},
     "immediate_grad_update": Inert(BOOL, "gradients are summed where autograd leaves them"),
     "bf16_master_weights_and_grads": Inert(BOOL, "master weights are float32", fine=(False,)),
     "bf16_optimizer_states": Inert(
@@ -226,6 +232,10 @@ _CHECKPOINT = {
     "writer": OBJECT,
 }
 _COMPILE = {
+    "enabled": BOOL,
+    "disable": BOOL,
+    "backend": TEXT,
+    "kwargs": OBJECT,
     "deepcompile": BOOL,
     "passes": LIST,
     "offload_activation": BOOL,
@@ -279,7 +289,7 @@ TOP_LEVEL = {
         asks=_is_tensor_parallel,
     ),
     "expert_parallel": Inert(OBJECT, "there is no expert parallelism", refused=True),
-    "hybrid_engine": Inert(_HYBRID, "there is no inference engine", refused=True),
+    "hybrid_engine": Inert(_HYBRID, "the model's own generate() runs, on the weights that are trained"),
     "progressive_layer_drop": Inert(_SWITCH | {"theta": FLOAT, "gamma": FLOAT}, _FREE, refused=True),
     "eigenvalue": Inert(_EIGENVALUE, _FREE, refused=True),
     "quantize_training": Inert(OBJECT, _FREE, refused=True),

@@ -157,7 +157,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 def _advice(name: str, known: list[str], where: str, cls: type | None) -> str:
     for inner, path in _paths(cls, where) if cls else ():
-        if name in keys_of(inner) or name in getattr(inner, "inert", {}):
+        if name in (*keys_of(inner), *blocks_of(inner), *getattr(inner, "inert", {})):
             return f"; it belongs in {as_json(path)}"
     found = nearest(name, known)
     if found:
