@@ -125,6 +125,7 @@ class Stage(nn.Module):
     def forward(self, *inputs: object) -> object:
         """Run the layers in sequence. `takes_tuple` decides how a layer gets a tuple; a tuple of one is its element."""
         interval = self._interval if self.training and torch.is_grad_enabled() else 0
+        inputs = tuple(map(_modifiable, inputs))
         if interval == 0:
             return _run(self._calls, *inputs)
         value: object = inputs
@@ -136,6 +137,13 @@ class Stage(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The untied layers with parameters, which may be gathered one at a time."""
         return [layer for layer in self.layers.values() if any(True for _ in layer.parameters())]
+
+
+def _modifiable(value: object) -> object:
+    """A copy of an activation that was received, a leaf: a first layer such as ReLU(inplace=True) must not write it."""
+    if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
+        return value.clone()
+    return value
 
 
 class Stages(nn.Module):
