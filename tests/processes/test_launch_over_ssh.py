@@ -127,6 +127,13 @@ def test_ranks_words_and_variables_arrive(launch: Launch) -> None:
     assert not launch.processes()
 
 
+def test_the_argument_local_rank_is_passed_if_asked_for(launch: Launch) -> None:
+    code, _, errors = launch.run("--local_rank", "train.py", "--lr", "1")
+    assert code == 0, errors
+    ranks = launch.ranks()
+    assert [rank["words"] for rank in ranks] == [[f"--local_rank={r['LOCAL_RANK']}", "--lr", "1"] for r in ranks]
+
+
 def test_without_a_hostfile_ranks_start_here(launch: Launch) -> None:
     launch.write(".deepspeed_env", "FROM_HOME=1\n")
     code, output, errors = launch.run("--num_gpus", "2", "train.py", "$x y", hostfile=False)

@@ -61,6 +61,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--ssh", default=SSH, metavar="COMMAND", help=f"reach hosts with COMMAND, then HOST and what to run ({SSH})")
     add("--module", action="store_true", help="run SCRIPT as a module, as `python -m` does")
     add("--no_python", action="store_true", help="run SCRIPT itself, without Python")
+    add("--local_rank", action="store_true", help="pass --local_rank=N to SCRIPT, as the command deepspeed does")
     add("script", metavar="SCRIPT", help="file to run as each rank")
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="arguments of the script")
     args = parser.parse_args(argv)
@@ -133,7 +134,8 @@ def _torchrun(args: argparse.Namespace, chosen: Mapping[str, list[int]], host: s
     return [
         "--nnodes", str(len(chosen)), "--node-rank", str(list(chosen).index(host)),
         "--nproc-per-node", str(len(chosen[host])), "--master-addr", master, "--master-port", str(args.master_port),
-        *["--module"] * args.module, *["--no-python"] * args.no_python, args.script, *args.arguments,
+        *["--module"] * args.module, *["--no-python"] * args.no_python, args.script,
+        *["--local_rank=${local_rank}"] * args.local_rank, *args.arguments,
     ]  # fmt: skip
 
 
