@@ -187,6 +187,13 @@ def test_modules_by_deepspeeds_names(name: str) -> None:
     assert step is found
 
 
+@pytest.mark.stranger("breaks", "24: DeepSpeed-Chat imports ZeroParamStatus")
+def test_the_states_of_a_parameter_can_be_imported() -> None:
+    status = import_module("onebit.zero.runtime.zero.partition_parameters").ZeroParamStatus
+    assert [state.name for state in status] == ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"]
+    assert not hasattr(nn.Linear(1, 1).weight, "ds_status")
+
+
 # ---------------------------------------------------------------- arguments
 
 
@@ -440,6 +447,18 @@ def test_a_layer_gets_a_tuple_as_its_signature_asks(interval: int) -> None:
         (stage,) = PipelineModule([pair, unclear], loss_fn=nn.functional.mse_loss).stages([range(2)])
         with pytest.raises(TypeError, match=r"layer 1 \(.*\) gets a tuple of 2, and could take it as one argument or"):
             stage(x, mask)
+
+
+@pytest.mark.stranger("breaks", "24: a stage begins with ReLU(inplace=True), as AlexNet's can")
+def test_a_stage_may_begin_with_a_layer_that_writes_its_input() -> None:
+    """What a stage receives is a leaf of autograd, which no layer may write. The copy leaves it as it was."""
+    layers = [nn.ReLU(inplace=True), nn.Linear(2, 2)]
+    (stage,) = PipelineModule(layers, loss_fn=nn.functional.mse_loss).stages([range(2)])
+    received = torch.randn(5, 2, requires_grad=True)
+    before = received.detach().clone()
+    stage(received).sum().backward()
+    assert torch.equal(received, before)
+    assert torch.equal(received.grad, (before > 0) * stage.layers["1"].weight.sum(0))
 
 
 @pytest.mark.parametrize(

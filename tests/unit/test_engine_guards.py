@@ -275,3 +275,42 @@ def test_a_model_that_is_not_sharded_can_be_copied(start: object) -> None:
     twin.zero_grad()
     engine.step()
     assert not torch.equal(twin.state_dict()["head.weight"], engine.module.state_dict()["head.weight"])
+
+
+# ---------------------------------------------------------------- names of DeepSpeed's scripts
+
+
+class Encoder(Net):
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.head(self.body(x)))
+
+    def size(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+
+@pytest.mark.stranger(
+    "blames the wrong thing", "24: a method beside forward at stage 3 meets a DTensor, not the option"
+)
+def test_a_method_that_meets_shards_names_the_option(start: object) -> None:
+    engine, *_ = start("dense, stage 3", Encoder())
+    assert engine.size() == 81
+    with pytest.raises(RuntimeError, match=r'engine.encode\(\) .* "onebit": {"forward_methods": \["encode"\]}'):
+        engine.encode(batch())
+    engine, *_ = start("dense, stage 1", Encoder())
+    assert engine.encode(batch()).shape == (4, 1)
+
+
+def test_an_epochs_end_is_counted(start: object) -> None:
+    engine, optimizer, _ = start()
+    engine.tput_timer.update_epoch_count()
+    assert engine.tput_timer.epoch_count == 1
+    with pytest.raises(RuntimeError, match=r"check_overflow\(\) is not here: .*was_step_applied"):
+        optimizer.check_overflow(external=True)
+
+
+@pytest.mark.stranger("blames the wrong thing", "24: a model that DeepSpeed's zero.Init has taken apart")
+def test_a_model_that_deepspeed_has_taken_apart_is_refused(start: object) -> None:
+    net = Net()
+    net.body.weight.ds_id = 0
+    with pytest.raises(TypeError, match=r"Linear has been built by DeepSpeed's zero.Init, .*HfDeepSpeedConfig"):
+        start(model=net)

@@ -7,11 +7,12 @@ attributes of the module. A name of DeepSpeed's that does not exist here raises 
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -45,6 +46,16 @@ log = logging.getLogger(__name__)
 _Self = TypeVar("_Self", bound="DeepSpeedEngine")
 
 
+class Epochs:
+    """`engine.tput_timer`, for scripts that report the end of an epoch to it. Throughput is not measured here."""
+
+    epoch_count = 0
+
+    def update_epoch_count(self) -> None:
+        """Count an epoch."""
+        self.epoch_count += 1
+
+
 class DeepSpeedEngine(Engine):
     """An `Engine` with DeepSpeed's names. `initialize` makes it.
 
@@ -60,7 +71,9 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **named)
+        self.tput_timer = Epochs()
         self.optimizer.set_lr = self._set_lr  # type: ignore[attr-defined]
+        self.optimizer.check_overflow = _refuse_check  # type: ignore[attr-defined]
         self._show(is_skipped=False)
 
     def _set_lr(self, lr: float) -> None:
@@ -86,7 +99,9 @@ class DeepSpeedEngine(Engine):
             return partial(_refuse, name)
         module = self.__dict__.get("module")
         if module is not None and not name.startswith("__") and hasattr(module, name):
-            return getattr(module, name)
+            found = getattr(module, name)
+            is_sharded = "sharding" in self.__dict__ and self.zero_optimization_partition_weights()
+            return _naming_the_option(name, found) if is_sharded and inspect.ismethod(found) else found
         if name in SWITCHED_OFF:
             return _says_false
         if (why := why_not(name, ENGINE)) is not None:
@@ -772,6 +787,31 @@ class DeepSpeedEngine(Engine):
 
 def _refuse(name: str, *args: object, **named: object) -> NoReturn:
     raise RuntimeError(f"engine.{name}() is not here: {REFUSED[name]}")
+
+
+def _refuse_check(*args: object, **named: object) -> NoReturn:
+    raise RuntimeError(
+        "optimizer.check_overflow() is not here: engine.step() asks all ranks for gradients that are not finite and "
+        "skips the step; engine.was_step_applied() tells afterwards"
+    )
+
+
+def _naming_the_option(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The module's method, with an error of its own if it meets parameters that stage 3 has not gathered."""
+
+    @wraps(method)
+    def called(*args: Any, **named: Any) -> Any:
+        try:
+            return method(*args, **named)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise RuntimeError(
+                f"engine.{name}() computes with parameters that are sharded at stage 3; write "
+                f'"onebit": {{"forward_methods": ["{name}"]}} into the configuration, and they are gathered for it'
+            ) from error
+
+    return called
 
 
 def _says_false() -> bool:

@@ -12,6 +12,7 @@ whole.
 
 from __future__ import annotations
 
+import enum
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,19 @@ from ..parallel.dense import like
 from .engine import DeepSpeedEngine
 
 log = logging.getLogger(__name__)
+
+
+class ZeroParamStatus(enum.Enum):
+    """DeepSpeed's states of `p.ds_status`, for scripts that import them.
+
+    No parameter here has the attributes `ds_id`, `ds_status` and `ds_shape`: at stage 3 `p.shape` and `p.numel()` are
+    those of the whole parameter.
+    """
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
 
 _engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 _warned: set[str] = set()

@@ -1,5 +1,5 @@
 """DeepSpeed's `deepspeed.runtime.zero.partition_parameters`."""
 
-from ...deepspeed.parameters import GatheredParameters, Init
+from ...deepspeed.parameters import GatheredParameters, Init, ZeroParamStatus
 
-__all__ = ["GatheredParameters", "Init"]
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus"]
