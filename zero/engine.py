@@ -42,7 +42,7 @@ from .monitor import WallClock, Writer
 from .pipeline import run as pipeline
 from .pipeline.huggingface import pair_of
 from .pipeline.layers import Loss
-from .precision import LossScale, ScaleState, cast_floats, loss_scale
+from .precision import LossScale, ScaleState, cast_floats, loss_scale, widen_batch_norms
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +122,8 @@ class Engine:
         self._clock = WallClock(self.config.wall_clock_breakdown)
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._has_warned_of_no_graph = False
+        if self.config.dtype != torch.float32:
+            widen_batch_norms(self.module)
         for feature in features:
             feature.begin(self)
         self.guard = Guard(self)

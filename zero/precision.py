@@ -17,6 +17,7 @@ from typing import TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
 from .config.sections import Fp16
@@ -45,6 +46,34 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     for p in model.parameters():
         if p.is_floating_point() and p.dim() > 0:
             p.data = p.data.to(dtype)
+
+
+_NARROW = "_narrow_parameters"
+
+
+def widen_batch_norms(model: nn.Module) -> None:
+    """Let batch norms with running statistics compute with float32 parameters, in place; their inputs stay low.
+
+    The statistics are buffers, and stay float32. torch takes low inputs with parameters and statistics both in float32,
+    or both in the inputs' dtype, in which a running mean would lose most of what each step adds.
+    """
+    for module in model.modules():
+        if isinstance(module, _NormBase) and module.track_running_stats and _NARROW not in module.__dict__:
+            module.__dict__[_NARROW] = {}
+            module.register_forward_pre_hook(_widen)
+            module.register_forward_hook(_narrow, prepend=True, always_call=True)  # before FSDP2 shards them again
+
+
+def _widen(module: nn.Module, inputs: object) -> None:
+    narrow = {name: p for name, p in module._parameters.items() if p is not None}
+    module.__dict__[_NARROW] = narrow
+    for name, p in narrow.items():
+        module._parameters[name] = p.float()  # type: ignore[assignment]  # a step of autograd's, no parameter
+
+
+def _narrow(module: nn.Module, inputs: object, output: object) -> None:
+    module._parameters.update(module.__dict__[_NARROW])
+    module.__dict__[_NARROW] = {}
 
 
 @dataclass(frozen=True)

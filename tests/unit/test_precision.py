@@ -9,8 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import onebit
+from onebit import zero
 from onebit.comm import SimTransport, run_ranks
 from onebit.zero.config.sections import Fp16
 from onebit.zero.precision import LossScale, cast_floats, loss_scale
@@ -149,3 +151,40 @@ def test_inputs_are_cast_wherever_they_lie() -> None:
     assert cast["a"][1] is mask and cast["e"].mask is mask and type(cast["e"]) is Pair
     assert cast["a"][2][1] is None and cast["f"] == "text" and cast[3] == 1.5
     assert given["a"][0] is x and x.dtype == torch.float32
+
+
+@pytest.mark.stranger("breaks", "24: batch norms at bf16 and fp16: torch's error about Half and Float")
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_a_batch_norm_keeps_float32_statistics(kind: str, stage: int) -> None:
+    """The oracle is the float32 norm of the rounded inputs; the tolerance is that of the output's dtype."""
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    engine, *_ = zero.initialize(
+        model=net,
+        config={
+            "train_batch_size": 64,
+            kind: {"enabled": True},
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        },
+    )
+    try:
+        low = (5 + 3 * torch.randn(64, 3, generator=torch.Generator().manual_seed(1))).to(engine.config.dtype)
+        seen = []
+        engine.module[0].register_forward_hook(lambda _, inputs, output: seen.append(output.detach()))
+        engine.backward(engine(low.float()).float().square().mean())
+        mean, var = low.float().mean(0), low.float().var(0)
+        torch.testing.assert_close(engine.module[0].running_mean, 0.1 * mean)
+        torch.testing.assert_close(engine.module[0].running_var, 0.9 + 0.1 * var)
+        expected = (low.float() - mean) / (low.float().var(0, unbiased=False) + 1e-5).sqrt()
+        torch.testing.assert_close(seen[0], expected.to(low.dtype))
+        for _ in range(24):  # until the loss scale is low enough
+            before = engine.module_state_dict()["0.weight"].clone()
+            engine.step()
+            if engine.was_step_applied():
+                break
+            engine.backward(engine(low.float()).float().square().mean())
+        assert not torch.equal(before, engine.module_state_dict()["0.weight"])
+        assert all(isinstance(p, nn.Parameter) for p in engine.module.parameters())
+    finally:
+        engine.close()
