@@ -105,7 +105,8 @@ class Stage(nn.Module):
     """Consecutive layers. `calls` lists them in order: modules of the two dicts, or functions.
 
     The activations of `interval` calls at a time are recomputed in the backward pass; 0 keeps all. `recompute` does it,
-    or torch's checkpoint. `first` is the place of the first in the whole list, for errors.
+    or torch's checkpoint, if all calls of an interval may be recomputed. `first` is the place of the first in the whole
+    list, for errors.
     """
 
     def __init__(
@@ -116,22 +117,29 @@ class Stage(nn.Module):
         interval: int,
         first: int = 0,
         recompute: Call | None = None,
+        may_recompute: Sequence[bool] | None = None,
     ):
         super().__init__()
         self.layers, self.tied = layers, tied
         self._calls = [(first + k, call, takes_tuple(call)) for k, call in enumerate(calls)]
         self._interval, self._recompute = interval, recompute or checkpoint
+        self._may_recompute = may_recompute or [True] * len(self._calls)
 
     def forward(self, *inputs: object) -> object:
-        """Run the layers in sequence. `takes_tuple` decides how a layer gets a tuple; a tuple of one is its element."""
+        """Run the layers in sequence. `takes_tuple` decides how a layer gets a tuple. A single input is no tuple."""
         interval = self._interval if self.training and torch.is_grad_enabled() else 0
-        inputs = tuple(map(_modifiable, inputs))
-        if interval == 0:
-            return _run(self._calls, *inputs)
-        value: object = inputs
-        for k in range(0, len(self._calls), interval):
-            calls, several = self._calls[k : k + interval], value if isinstance(value, tuple) else (value,)
-            value = self._recompute(partial(_run, calls), *several)
+        received = tuple(map(_modifiable, inputs))
+        value = unmarked(received if len(received) > 1 else received[0])
+        for k in range(0, len(self._calls), interval or len(self._calls)):
+            calls = self._calls[k : k + (interval or len(self._calls))]
+            if interval and all(self._may_recompute[k : k + interval]):
+                is_tuple = isinstance(value, tuple)
+                several = value if isinstance(value, tuple) else (value,)
+                value = self._recompute(partial(_run_spread, calls, is_tuple), *several)
+            else:
+                value = _run(calls, value)
+        if isinstance(value, tuple) and len(value) == 1:
+            return value[0], torch.zeros(_MARK, dtype=torch.bool, device=value[0].device)
         return value
 
     def blocks(self) -> list[nn.Module]:
@@ -185,12 +193,25 @@ def takes_tuple(call: Call) -> bool | None:
     return True if len(positional) == 1 and all(p.kind is not p.VAR_POSITIONAL for p in parameters) else None
 
 
-def _run(calls: Sequence[tuple[int, Call, bool | None]], *inputs: object) -> object:
-    value: object = inputs
+_MARK = (1,) * 7
+"""The shape of a second tensor that goes with a tuple of one, which torch's stages would send as its element."""
+
+
+def unmarked(value: object) -> object:
+    """What the last layer of a stage has returned, by what its stage returns: the same, or a tuple of one."""
+    if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Tensor):
+        return value
+    return value[:1] if value[1].dtype == torch.bool and value[1].shape == _MARK else value
+
+
+def _run_spread(calls: Sequence[tuple[int, Call, bool | None]], is_tuple: bool, *inputs: object) -> object:
+    """`_run` with the elements of a tuple as arguments, among which checkpoints look for tensors."""
+    return _run(calls, inputs if is_tuple else inputs[0])
+
+
+def _run(calls: Sequence[tuple[int, Call, bool | None]], value: object) -> object:
     for k, call, gets_tuple in calls:
-        if isinstance(value, tuple) and len(value) == 1:  # between stages the two are the same
-            (value,) = value
-        if isinstance(value, tuple) and gets_tuple is None:
+        if isinstance(value, tuple) and len(value) > 1 and gets_tuple is None:
             raise TypeError(
                 f"layer {k} ({_kind(call)}) gets a tuple of {len(value)}, and could take it as one argument or as "
                 f"{len(value)}; give it one parameter, forward(self, inputs), for the tuple, or a parameter without "
@@ -208,7 +229,7 @@ class PipelineModule:
 
     What a layer returns is the next one's input: a tensor, or a tuple of tensors. A layer with one parameter gets the
     tuple, as in DeepSpeed (`forward(self, inputs)`); one with several gets its elements (`forward(self, x, mask)`). If
-    the signature allows both, the first tuple raises TypeError. A tuple of one is passed as its element.
+    the signature allows both, the first tuple raises TypeError, unless it is a tuple of one, which is spread.
 
     Args:
         layers: LayerSpecs, modules (already built, on every rank), or functions without parameters.
@@ -225,7 +246,7 @@ class PipelineModule:
             (default) keeps all activations.
         activation_checkpoint_func: Called with a function and its inputs, to run it and recompute its activations; None
             (default) for torch's checkpoint, without reentrance.
-        checkpointable_layers: Not supported; must be None.
+        checkpointable_layers: Names of classes: only intervals of such layers are recomputed. None (default) for all.
         dynamic_shape: Not supported; must be False. Steps may differ in shape, micro-batches of a step may not.
         example: The inputs of a micro-batch, for partition_method "time"; None by default.
 
@@ -246,12 +267,12 @@ class PipelineModule:
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
         activation_checkpoint_func: Call | None = None,
-        checkpointable_layers: None = None,
+        checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
         *,
         example: object = None,
     ):
-        _refuse_absent(seed_fn=seed_fn, checkpointable_layers=checkpointable_layers, dynamic_shape=dynamic_shape)
+        _refuse_absent(seed_fn=seed_fn, dynamic_shape=dynamic_shape)
         if loss_fn is None:
             raise TypeError("a PipelineModule needs loss_fn=, called as loss_fn(output, target) by the last stage")
         if topology is not None:
@@ -266,10 +287,15 @@ class PipelineModule:
             raise ValueError("a module is in the list of layers twice; tie it with TiedLayerSpec")
         if activation_checkpoint_interval < 0:
             raise ValueError(f"activation_checkpoint_interval must be at least 0, got {activation_checkpoint_interval}")
+        if checkpointable_layers is not None and not {*checkpointable_layers} & {_kind(layer) for layer in layers}:
+            raise ValueError(
+                f"checkpointable_layers {[*checkpointable_layers]} are the classes of no layer: {_kinds(layers)}"
+            )
         self.layers, self.loss_fn, self.num_stages = list(layers), loss_fn, num_stages
         self.partition_method = partition_method
         self.activation_checkpoint_interval, self.base_seed = activation_checkpoint_interval, base_seed
         self.activation_checkpoint_func = activation_checkpoint_func
+        self.checkpointable_layers = checkpointable_layers
         self.example = example
         self.is_filled_later = False  # set by `initialize(weights=...)`: specs are then built on "meta"
         self._whole: Stage | None = None
@@ -338,7 +364,9 @@ class PipelineModule:
             else:
                 calls.append(layer)
         interval, recompute = self.activation_checkpoint_interval, self.activation_checkpoint_func
-        return Stage(named, tied, calls, interval, layers.start, recompute)
+        names = self.checkpointable_layers
+        may_recompute = [names is None or _kind(self.layers[k]) in names for k in layers]
+        return Stage(named, tied, calls, interval, layers.start, recompute, may_recompute)
 
     def cut(self, stages: int, method: str | None = None) -> list[range]:
         """The layers of each stage.
@@ -420,7 +448,6 @@ def _refuse_absent(**asked: object) -> None:
     """Raise ValueError if an argument of DeepSpeed's asks for something that is not supported."""
     remedies = {
         "seed_fn": "pass base_seed=: initial values depend on it and on a layer's place",
-        "checkpointable_layers": "checkpoint within the layers, or activation_checkpoint_interval= of them at a time",
         "dynamic_shape": "micro-batches of one step have one shape; steps may differ in it",
     }
     for name, value in asked.items():

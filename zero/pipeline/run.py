@@ -32,7 +32,7 @@ from ..config.sections import Pipelining
 from ..config.whole import Config
 from ..grid import Grid
 from ..parallel.sharding import Sharding
-from .layers import Loss, PipelineModule, Stage, TiedLayerSpec, balance
+from .layers import Loss, PipelineModule, Stage, TiedLayerSpec, balance, unmarked
 from .wire import WIRES, CompressedStage
 
 log = logging.getLogger(__name__)
@@ -308,7 +308,7 @@ class Pipeline:
         return kind(given, micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, output: object, number: Tensor) -> Tensor:
-        return self._judge(output, self._targets[int(number)]).float() * self._scale
+        return self._judge(unmarked(output), self._targets[int(number)]).float() * self._scale
 
     @contextmanager
     def _naming_peers(self) -> Iterator[None]:
