@@ -321,7 +321,7 @@ def takes_tuples() -> dict:
         config = config_of(case, grid.data[1])
         config["optimizer"]["params"]["weight_decay"] = 0.0
         engine = zero.initialize(model=model(), config=config, grid=grid)[0]
-        found: dict = {"is last": engine.is_last_stage()}
+        found: dict = {"is last": engine.is_last_stage(), "mpu": placed(engine)}
         for key, options in EVALUATIONS.items():
             found[key] = as_lists(engine.eval_batch(iter(data), **options))
         found["refused"] = message(lambda e=engine: e.eval_batch(iter(data), reduce_output=None))
@@ -334,6 +334,14 @@ def takes_tuples() -> dict:
         facts[name] = found
     made.close()
     return facts
+
+
+def placed(engine: zero.Engine) -> list[int]:
+    """What the engine's mpu says, with the ranks' sum over the stages of a pipeline."""
+    mpu = engine.mpu
+    total = torch.tensor(1.0 + mpu.get_global_rank())
+    torch.distributed.all_reduce(total, group=mpu.get_pipe_parallel_group())
+    return [mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), mpu.get_stage_id(), int(total)]
 
 
 EVALUATIONS: Mapping[str, dict] = {

@@ -331,8 +331,10 @@ def test_all_stages_skip_what_one_cannot_take(behaviour: list[dict]) -> None:
 
 def test_tuples_go_through_any_number_of_stages() -> None:
     """Inputs, what layers hand on, outputs and labels; the oracle is a plain loop over the layers."""
-    for facts in run_torchrun(2, pipeline_ranks.takes_tuples, timeout_s=110).check().results:
+    for rank, facts in enumerate(run_torchrun(2, pipeline_ranks.takes_tuples, timeout_s=110).check().results):
         assert isinstance(facts, dict)
+        assert facts["one"]["mpu"] == [rank, 2, 0, rank + 1]  # two replicas of one stage
+        assert facts["two"]["mpu"] == facts["four"]["mpu"] == [0, 1, rank, 3]
         expected, outputs = facts["expected losses"], facts["expected outputs"]
         mean = sum(expected) / 4
         for stages in ("one", "two", "four"):

@@ -62,7 +62,7 @@ class DeepSpeedEngine(Engine):
     Names that neither this class nor `Engine` has come from the module: engine.generate is engine.module.generate.
 
     Attributes:
-        mpu: The `mpu` of `initialize`.
+        mpu: The `mpu` of `initialize`; with a `PipelineModule` and without one, a `PipelineParallelGrid`.
     """
 
     mpu: object = None

@@ -31,6 +31,7 @@ from ..pipeline.layers import PipelineModule
 from .comm import init_distributed, timeout_s
 from .engine import DeepSpeedEngine
 from .parameters import make_known
+from .topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -125,9 +126,18 @@ def initialize(
         timeout_s=timeout_s(),
         **fills,
     )
-    engine.mpu = mpu
+    engine.mpu = _mpu_of(engine.grid) if mpu is None and isinstance(model, PipelineModule) else mpu
     make_known(engine)
     return engine, made, loader, scheduler
+
+
+def _mpu_of(grid: Grid) -> PipelineParallelGrid | None:
+    """The ranks of a list of layers, as its engine's `mpu` has them. All ranks. None: these are not all ranks."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() != grid.shape.world_size:
+        return None
+    stages, slices = grid.shape.size("pipe"), grid.shape.size("tensor")
+    replicas = grid.shape.world_size // (stages * slices)
+    return PipelineParallelGrid(PipeModelDataParallelTopology(stages, slices, replicas))
 
 
 def _named_config(config: ConfigLike | None, config_params: ConfigLike | None, args: object) -> ConfigLike:
