@@ -7,6 +7,7 @@ grid: part by part within a replica. Nothing here goes by the code that is teste
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,17 @@ def cut(piece: ParamSlice, dim: int, k: int, n: int) -> ParamSlice:
     stop = min(start + rows, piece.sizes[dim])
     offsets, sizes = list(piece.offsets), list(piece.sizes)
     offsets[dim], sizes[dim] = offsets[dim] + start, stop - start
-    return ParamSlice(piece.name, piece.shape, tuple(offsets), tuple(sizes))
+    return replace(piece, offsets=tuple(offsets), sizes=tuple(sizes))
+
+
+def index_of(piece: ParamSlice) -> tuple[slice | Tensor, ...]:
+    """A slice as an index into the whole: along stacked matrices the numbers of its rows."""
+    index: list[slice | Tensor] = [slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True)]
+    if piece.stack:
+        dim, count = piece.stack
+        each = torch.arange(piece.shape[dim]).view(count, -1)
+        index[dim] = each[:, piece.offsets[dim] : piece.offsets[dim] + piece.sizes[dim] // count].flatten()
+    return tuple(index)
 
 
 def rows(n: int) -> Layout:
@@ -52,6 +63,16 @@ def three_axes() -> Layout:
     return [[cut(_tensor(name, t), 0, s, 2) for name in names] for names in stages for s in range(2) for t in range(2)]
 
 
+def stacks(ranks: int, shards: int) -> Layout:
+    """Shards of rows, each of tensor ranks; "up" stacks three matrices of 8 columns, and a rank has some of each."""
+    parts = [ParamSlice("up", (40, 24), (0, 8 // ranks * t), (40, 24 // ranks), (1, 3)) for t in range(ranks)]
+    return [
+        [cut(parts[t] if name == "up" else whole(name), 0, s, shards) for name in SHAPES]
+        for s in range(shards)
+        for t in range(ranks)
+    ]
+
+
 LAYOUTS: dict[str, Layout] = {
     "whole": [[whole(name) for name in SHAPES]],
     "rows": rows(2),
@@ -59,6 +80,8 @@ LAYOUTS: dict[str, Layout] = {
     "tensor": [[_tensor(name, t) for name in SHAPES] for t in range(2)],
     "stages": [[whole("embed"), whole("up")], [whole("down"), whole("one"), whole("norm"), whole("embed")]],
     "three axes": three_axes(),
+    "stacks": stacks(2, 1),
+    "stacks in shards": stacks(4, 2),
 }
 
 FAMILY: dict[str, tuple[type[CompressedOptimizer], dict]] = {
@@ -115,7 +138,7 @@ def values(piece: ParamSlice, *key: int) -> Tensor:
     """A slice of a random whole parameter, the same for the same key."""
     seed = 1 + list(SHAPES).index(piece.name) + 100 * sum((k + 1) * 1000**i for i, k in enumerate(key))
     x = torch.randn(piece.shape, generator=torch.Generator().manual_seed(seed))
-    return x[tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))].clone()
+    return x[index_of(piece)].clone()
 
 
 Known = list[tuple[ParamSlice, dict[str, Tensor]]]
@@ -146,7 +169,7 @@ def assembled(ranks: Sequence[Known], parts: int) -> dict[str, dict[str, Tensor]
     for part in range(parts):
         replicas = ranks[part::parts]
         for k, (piece, mine) in enumerate(replicas[0]):
-            index = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
+            index = index_of(piece)
             for name, x in mine.items():
                 others = [replica[k][1][name] for replica in replicas[1:]]
                 if name == "owed":

@@ -26,9 +26,11 @@ import onebit
 from onebit import zero
 from onebit.checkpoint.files import CheckpointError
 from onebit.comm import SimTransport, run_ranks, torch_versions
-from onebit.zero.checkpoint.reshard import slice_of
+from onebit.model_parallel import TENSOR_AXIS
+from onebit.zero.checkpoint.reshard import boxes_of
 from onebit.zero.checkpoint.weight_files import open_weights
 from onebit.zero.checkpoint.weights import write_weights
+from onebit.zero.parallel.stacked import stack_placement
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -318,7 +320,7 @@ def test_an_engine_refuses_a_damaged_export(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("shape", [(7, 100_003), (1_000_003,), (300_001, 3), (3, 5, 40_009), (2, 2)])
+@pytest.mark.parametrize("shape", [(7, 100_003), (1_000_003,), (300_001, 3), (3, 5, 40_009), (2, 2), (3, 60, 5_003)])
 def test_a_rank_checks_the_pieces_that_its_slice_touches(shape: tuple[int, ...], tmp_path: Path) -> None:
     """Slices of any dimension are what was written; damage is found by every rank in whose slice it is."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -327,22 +329,25 @@ def test_a_rank_checks_the_pieces_that_its_slice_touches(shape: tuple[int, ...],
     at = x.numel() // 2
     content[len(content) - x.nbytes + 4 * at + 2] ^= 64
     (tmp_path / "damaged.safetensors").write_bytes(content)
-    for dim in range(len(shape)):
+    numbers = torch.arange(x.numel()).view(shape)
+    placements = [Shard(dim) for dim in range(len(shape))]
+    placements += [stack_placement(dim, 2) for dim, size in enumerate(shape) if size % 6 == 0]
+    for placement in placements:
         for rank in range(3):
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
             try:
-                mesh = init_device_mesh("cpu", (3,))
-                out = torch_versions.distribute(torch.zeros(shape), mesh, [Shard(dim)], source=None)
-                place = slice_of(out)
+                mesh = init_device_mesh("cpu", (3,), mesh_dim_names=(TENSOR_AXIS,))
+                out = torch_versions.distribute(torch.zeros(shape), mesh, [placement], source=None)
+                held = torch_versions.distribute(numbers, mesh, [placement], source=None).to_local()
+                assert sum(x[box.there()].numel() for box in boxes_of(out)) == held.numel()
                 open_weights(tmp_path / "x.safetensors").copy_to("x", out)
-                assert torch.equal(out.to_local(), x[place])
-                holds = bool((torch.arange(x.numel()).view(shape)[place] == at).any())
+                assert torch.equal(out.to_local(), x.view(-1)[held])
                 try:
                     open_weights(tmp_path / "damaged.safetensors").copy_to("x", out)
                 except CheckpointError as error:
                     assert "its tensor x is damaged" in str(error)
                 else:
-                    assert not holds and torch.equal(out.to_local(), x[place])
+                    assert not (held == at).any() and torch.equal(out.to_local(), x.view(-1)[held])
             finally:
                 dist.destroy_process_group()
 

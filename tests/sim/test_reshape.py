@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from family import same
-from reshape_cases import FAMILY, LAYOUTS, SHAPES, Rank, assembled, cut, known, whole
+from reshape_cases import FAMILY, LAYOUTS, SHAPES, Rank, assembled, cut, index_of, known, whole
 from torch import Tensor
 
 import onebit
@@ -65,6 +65,8 @@ CUTS = [
     (("three axes", 1), ("whole", 2)),
     (("three axes", 1), ("rows of 3", 2)),
     (("rows", 3), ("three axes", 1)),
+    (("stacks", 2), ("whole", 1)),
+    (("tensor", 1), ("stacks in shards", 1)),
 ]
 # Every cut by OnebitAdam, and in turn by one of the others.
 TAKEN_OVER = [("OnebitAdam", *cut) for cut in CUTS]
@@ -199,8 +201,7 @@ def test_dense_lamb_is_cut_too() -> None:
         assert optimizer.param_groups[0]["lr"] == 0.01
         for p, piece in zip(mine, pieces, strict=True):
             there = state["state"][list(SHAPES).index(piece.name)]
-            index = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
-            assert torch.equal(optimizer.state[p]["exp_avg"], there["exp_avg"][index])
+            assert torch.equal(optimizer.state[p]["exp_avg"], there["exp_avg"][index_of(piece)])
             assert float(optimizer.state[p]["step"]) == 1.0
 
 
@@ -212,7 +213,7 @@ def test_every_element_comes_from_one_place() -> None:
     full = {name: torch.arange(whole(name).numel).view(SHAPES[name]) for name in SHAPES}
 
     def held(piece: ParamSlice) -> Tensor:
-        return full[piece.name][tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))]
+        return full[piece.name][index_of(piece)]
 
     for old in LAYOUTS.values():
         for new in (part for layout in LAYOUTS.values() for part in layout):
@@ -284,7 +285,8 @@ def test_pieces_survive_being_packed() -> None:
     rank = Rank(SimTransport(), LAYOUTS["whole"], "OnebitAdam")
     pieces = pieces_of(rank.model, rank.optimizer)
     assert pieces == rank.numbered
-    assert saved_pieces([list(map(list_or_text, row)) for row in packed_pieces(pieces)]) == pieces
+    for held in (pieces, LAYOUTS["stacks in shards"][3]):
+        assert saved_pieces([list(map(list_or_text, row)) for row in packed_pieces(held)]) == held
 
 
 def list_or_text(x: object) -> object:

@@ -28,7 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim.optimizer import StateDict
 
 from ...checkpoint.files import CheckpointError, Sum, check_files, reason, remove
@@ -37,6 +44,8 @@ from ...comm import Transport, torch_versions
 from ...comm.messages import gather_texts
 from ...model_parallel import local
 from ..parallel.dense import like
+from ..parallel.stacked import stack_of
+from .reshard import Box, boxes_of
 from .storage import TABLE, Reader, Writer, read_table
 from .tree import pack, select, unpack
 
@@ -128,7 +137,7 @@ class Checkpoints(Checkpointing):
 
         def write() -> None:
             try:
-                state_dict_saver.save(state, storage_writer=writer, process_group=self.group)
+                state_dict_saver.save(in_boxes(state), storage_writer=writer, process_group=self.group)
                 sums = self._sums_of_all(writer.sums)
                 if is_maker:
                     self._files.commit(hidden, stamp, sums, self.keep, is_latest=is_latest)
@@ -186,7 +195,7 @@ class Checkpoints(Checkpointing):
         names = _names_of_all(self.transport, model)
         self.together(check, loaded)
         found = self.together(_check_model, target, metadata, model, names, partial(may_lack, loaded))
-        state = {f"model/{key}": tensor for key, tensor in model.items() if key in found}
+        state = in_boxes({f"model/{key}": tensor for key, tensor in model.items() if key in found})
         with knowing_that_it_is_alone():
             self.together(
                 lambda: state_dict_loader.load(
@@ -316,6 +325,50 @@ def knowing_that_it_is_alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
+
+
+def in_boxes(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict for torch.distributed.checkpoint, in which tensors held in several boxes say so. Shares memory.
+
+    torch asks the local tensor of a DTensor for its pieces, if that knows them, and takes it for one slice otherwise.
+    """
+    return {name: x if stack_of(x) is None else _boxed(x) for name, x in state.items()}
+
+
+def _boxed(x: Tensor) -> Tensor:
+    held = x.detach()
+    pieces = local(held).as_subclass(_Pieces)
+    pieces.shape_of_whole, pieces.boxes = x.shape, boxes_of(held)
+    held._local_tensor = pieces  # type: ignore[attr-defined]  # from_local would return a plain view of it
+    return held
+
+
+class _Pieces(Tensor):
+    """A DTensor's local elements, which are several boxes of the whole: what torch asks of a tensor in pieces.
+
+    shape_of_whole: the DTensor's. boxes: in order.
+    """
+
+    shape_of_whole: torch.Size
+    boxes: Sequence[Box]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        about = TensorProperties.create_from_tensor(self.as_subclass(Tensor))
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets, number),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, about, self.shape_of_whole),
+            )
+            for number, chunk in enumerate(self.__create_chunk_list__())
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        box = next(box for box in self.boxes if torch.Size(box.offsets) == index.offset)
+        return self.as_subclass(Tensor)[box.here()]
 
 
 def _own_tensors(rank: int, text: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from ...checkpoint.files import CheckpointError
 from ...comm import SimTransport, Transport
 from ...comm.messages import raise_on_all_ranks
 from ...model_parallel import local
-from .reshard import slice_of
+from .reshard import fill
 from .weight_files import Outline, open_weights
 
 M = TypeVar("M", bound=nn.Module)
@@ -254,5 +254,5 @@ def _draw(model: nn.Module, seed: int) -> None:
             module._parameters.update(dict(own))
         for key, p in own:
             if id(p) not in done:
-                local(p).copy_(whole[key][slice_of(p)])
+                fill(p, whole[key])
                 done.add(id(p))

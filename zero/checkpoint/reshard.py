@@ -9,8 +9,9 @@ reading, everything is pure: no communication; tensor and pipeline axes only mea
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,9 +25,28 @@ from ...checkpoint.portable import Shared, put_together, take_apart
 from ...model_parallel import local
 from ...optimizer import CompressedOptimizer
 from ..grid import GridShape
+from ..parallel.stacked import stack_of, unstacked
 
 Index = tuple[slice, ...]
 Sizes = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """Elements from `offsets` on in the whole, which a rank holds from `start` on along `dim`, from 0 on otherwise."""
+
+    offsets: Sizes
+    sizes: Sizes
+    dim: int = 0
+    start: int = 0
+
+    def there(self) -> Index:
+        """As an index into the whole."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+    def here(self) -> Index:
+        """As an index into what the rank holds."""
+        starts = [self.start if dim == self.dim else 0 for dim in range(len(self.sizes))]
+        return tuple(slice(o, o + n) for o, n in zip(starts, self.sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -34,30 +54,48 @@ class ParamSlice:
     """The slice of a parameter that a rank holds: `sizes` elements from `offsets` on, along each dim of `shape`.
 
     name: the parameter's name in the model. A shard may be empty; a parameter that is not sharded is one whole slice.
+    stack: () or (dim, count) if the parameter stacks `count` equal matrices along `dim`, and the rank holds the same
+    slice of each: sizes[dim] has those of all, and offsets[dim] is within a matrix.
     """
 
     name: str
     shape: Sizes
     offsets: Sizes
     sizes: Sizes
+    stack: Sizes = ()
 
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    def overlap(self, other: ParamSlice) -> tuple[Index, Index] | None:
-        """The elements that both hold, as indices into this slice and into the other; None if there are none."""
-        starts = [max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True)]
-        stops = [
-            min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        ]
-        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
-            return None
-        mine, theirs = (
-            tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, piece.offsets, strict=True))
-            for piece in (self, other)
-        )
-        return mine, theirs
+    def boxes(self) -> list[Box]:
+        """Where the elements are in the whole: one box, or one for each stacked matrix."""
+        if not self.stack:
+            return [Box(self.offsets, self.sizes)]
+        dim, count = self.stack
+        apart, width = self.shape[dim] // count, self.sizes[dim] // count
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        found = []
+        for k in range(count):
+            offsets[dim], sizes[dim] = self.offsets[dim] + k * apart, width
+            found.append(Box(tuple(offsets), tuple(sizes), dim, k * width))
+        return found
+
+    def overlaps(self, other: ParamSlice) -> Iterator[tuple[Index, Index]]:
+        """The elements that both hold, as indices into this slice and into the other; nothing if there are none."""
+        for mine, theirs in itertools.product(self.boxes(), other.boxes()):
+            starts = [max(a, b) for a, b in zip(mine.offsets, theirs.offsets, strict=True)]
+            stops = [min(a.stop, b.stop) for a, b in zip(mine.there(), theirs.there(), strict=True)]
+            if all(start < stop for start, stop in zip(starts, stops, strict=True)):
+                yield _within(mine, starts, stops), _within(theirs, starts, stops)
+
+
+def _within(box: Box, starts: Sequence[int], stops: Sequence[int]) -> Index:
+    """Elements of the whole that are in a box, as an index into what its rank holds."""
+    return tuple(
+        slice(here.start + a - o, here.start + b - o)
+        for a, b, o, here in zip(starts, stops, box.offsets, box.here(), strict=True)
+    )
 
 
 def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[ParamSlice]:
@@ -73,16 +111,34 @@ def _piece(name: str, p: Tensor) -> ParamSlice:
     shape, held = tuple(p.shape), tuple(local(p).shape)
     if not hasattr(p, "to_local"):
         return ParamSlice(name, shape, (0,) * len(shape), shape)
-    chunks = p.__create_chunk_list__()  # type: ignore[attr-defined]  # as torch.distributed.checkpoint reads it
-    if len(chunks) != 1 or tuple(chunks[0].sizes) != held:
+    stack = stack_of(p) or ()
+    chunks = (unstacked(p) if stack else p).__create_chunk_list__()  # type: ignore[attr-defined]  # as torch reads it
+    offsets, sizes = (tuple(chunks[0].offsets), tuple(chunks[0].sizes)) if len(chunks) == 1 else ((), ())
+    if stack and sizes:  # a view with one more dimension, for the matrices
+        dim, count = stack
+        offsets = (*offsets[:dim], *offsets[dim + 1 :])
+        sizes = (*sizes[:dim], count * sizes[dim + 1], *sizes[dim + 2 :])
+    if sizes != held:
         raise ValueError(f"this rank holds {held} of {name}, which is no one slice of it: {chunks}")
-    return ParamSlice(name, shape, tuple(chunks[0].offsets), held)
+    return ParamSlice(name, shape, offsets, held, stack)
 
 
-def slice_of(p: Tensor) -> Index:
-    """The elements of a parameter that this rank holds, as an index into the whole."""
-    piece = _piece("", p)
-    return tuple(slice(offset, offset + size) for offset, size in zip(piece.offsets, piece.sizes, strict=True))
+def boxes_of(p: Tensor) -> list[Box]:
+    """Where the elements of a parameter that this rank holds are in the whole."""
+    return _piece("", p).boxes()
+
+
+def fill(p: Tensor, whole: Tensor, held: Tensor | None = None) -> None:
+    """Copy this rank's elements of a whole tensor into `held`, in place.
+
+    Args:
+        p: A parameter, which says which elements these are.
+        whole: The whole tensor, in the parameter's shape.
+        held: A plain tensor in the shape of p's local elements. Default None: these.
+    """
+    held = local(p) if held is None else held
+    for box in boxes_of(p):
+        held[box.here()].copy_(whole[box.there()])
 
 
 def parts_of(shape: GridShape) -> list[list[int]]:
@@ -121,7 +177,7 @@ def plan(parts: Sequence[Sequence[ParamSlice]], here: Sequence[ParamSlice]) -> l
         for piece, (part, number) in found.items():
             if piece.shape != mine.shape:
                 raise ValueError(f"{mine.name} has shape {piece.shape} there and {mine.shape} here")
-            if (both := piece.overlap(mine)) is not None:
+            for both in piece.overlaps(mine):
                 cuts[part].append(CopyPlan(number, new, *both))
                 covered += math.prod(s.stop - s.start for s in both[1])
         if found and covered != mine.numel:
@@ -192,6 +248,9 @@ def saved_pieces(packed: Iterable[Sequence[Any]]) -> list[ParamSlice]:
     return [ParamSlice(name, *map(tuple, box)) for name, *box in packed]
 
 
-def packed_pieces(pieces: Iterable[ParamSlice]) -> list[tuple[str, Sizes, Sizes, Sizes]]:
-    """Slices as plain values for a checkpoint."""
-    return [(piece.name, piece.shape, piece.offsets, piece.sizes) for piece in pieces]
+def packed_pieces(pieces: Iterable[ParamSlice]) -> list[tuple[Any, ...]]:
+    """Slices as plain values for a checkpoint; earlier versions read those without a stack."""
+    return [
+        (piece.name, piece.shape, piece.offsets, piece.sizes, *([piece.stack] if piece.stack else []))
+        for piece in pieces
+    ]

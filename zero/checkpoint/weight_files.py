@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from ...checkpoint.files import STAMP, CheckpointError, check_files, read_stamp, reason
 from ...comm import torch_versions
-from .files import knowing_that_it_is_alone
-from .reshard import slice_of
+from .files import in_boxes, knowing_that_it_is_alone
+from .reshard import boxes_of
 from .storage import Reader, read_table
 from .weights import check_piece, read_sums, safetensors_form
 from .whole import INDEX, checkpoint_in, files_of
@@ -112,10 +112,11 @@ class SafetensorsFiles:
         if held.numel() == 0:
             return
         try:
-            if name in self._sums:
-                self._copy_checked(name, slice_of(out), held)
-            else:
-                held.copy_(self._read(name, slice_of(out)))
+            for box in boxes_of(out):
+                if name in self._sums:
+                    self._copy_checked(name, box.there(), held[box.here()])
+                else:
+                    held[box.here()].copy_(self._read(name, box.there()))
         except Exception as error:  # safetensors' own among them
             raise CheckpointError(f"{self._file_of[name]}: {name} cannot be read: {reason(error)}") from error
 
@@ -170,6 +171,6 @@ class EngineFiles:
         try:
             with knowing_that_it_is_alone():
                 reader = Reader(self._folder, self._table)
-                torch_versions.load_alone({self._prefix + name: out.detach()}, reader)
+                torch_versions.load_alone(in_boxes({self._prefix + name: out.detach()}), reader)
         except Exception as error:  # damaged files make torch raise many kinds
             raise CheckpointError(f"{self._folder} cannot be read: {reason(error)}") from error

@@ -26,7 +26,7 @@ from ...comm import SimTransport
 from ...comm.messages import call_of_all, gather_bytes
 from ...layout.masters import master_of
 from ...model_parallel import gathered, local
-from ..checkpoint.reshard import slice_of
+from ..checkpoint.reshard import fill
 from ..parallel.dense import like
 from .engine import DeepSpeedEngine
 
@@ -228,7 +228,7 @@ def _take_from(rank: int, held: _Held | None, full: Tensor) -> None:
 def _write(p: Tensor, full: Tensor) -> None:
     """Write this rank's part of a complete value into its parameter, moment or gradient."""
     with torch.no_grad():
-        local(p).copy_(full.reshape(p.shape)[slice_of(p)])
+        fill(p, full.reshape(p.shape))
 
 
 # -------------------------------------------------------------------------------- one parameter, whole
@@ -265,7 +265,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     _write(held.shard, value)
     with torch.no_grad():
         mine = master_of(held.engine.optimizer, held.shard)
-        mine.copy_(value.reshape(held.shard.shape)[slice_of(held.shard)])
+        fill(held.shard, value.reshape(held.shard.shape), mine)
     held.engine.sharding.gather()
     held.engine.adopt_weights()
 
