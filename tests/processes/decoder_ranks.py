@@ -43,7 +43,7 @@ def _case(engine: zero.DeepSpeedEngine, again: zero.DeepSpeedEngine, place: Path
         losses.append(_step(engine, read))
     engine.save_16bit_model(place)
     engines = [engine]
-    if engine.is_pipe_parallel and "gemma" not in place.name:  # whose scale `materialize` does not compute
+    if "gemma" not in place.name:  # whose scale `materialize` does not compute
         with torch.device("meta"):
             empty = decoder(place.name.split(".")[0])
         config = engine.config.to_dict()
@@ -53,9 +53,33 @@ def _case(engine: zero.DeepSpeedEngine, again: zero.DeepSpeedEngine, place: Path
     return {
         "losses": losses,
         "weights": engine.module_state_dict(),
-        "evaluated": [float(each.eval_batch(batches(MICRO_BATCHES))) for each in engines],
+        "evaluated": [_evaluated(each) for each in engines],
         "resumed": (resumed, again.module_state_dict()),
     }
+
+
+def _evaluated(engine: zero.DeepSpeedEngine) -> float:
+    """The mean loss of some batches."""
+    if engine.is_pipe_parallel:
+        return float(engine.eval_batch(batches(MICRO_BATCHES)))
+    with torch.no_grad():
+        return sum(float(engine(**batch).loss) / MICRO_BATCHES for batch in batches(MICRO_BATCHES))
+
+
+def elsewhere(places: Sequence[str]) -> None:
+    """The last step of each case, resumed in one process."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    here: Grid | None = None
+    for place in places:
+        name, optimizer, _ = Path(place).name.split(".")
+        engine = _start(here, {}, name, optimizer, 0)
+        here = engine.grid
+        engine.load_checkpoint(Path(place) / "checkpoints")
+        loss = _step(engine, iter(list(batches(STEPS * MICRO_BATCHES))[-MICRO_BATCHES:]))
+        torch.save({"loss": loss, "weights": engine.module_state_dict()}, f"{place}.elsewhere")
+    if here is not None:
+        here.close()
 
 
 def _start(here: Grid | None, blocks: dict, name: str, optimizer: str, stage: int) -> zero.DeepSpeedEngine:
@@ -89,7 +113,9 @@ def refusals(folder: str) -> None:
         "heads": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}),
         "keys": ("llama", {"num_key_value_heads": 3, "num_attention_heads": 6}),
         "width": ("llama", {"intermediate_size": 41}),
-        "style": ("gpt2", {}),
+        "stacked heads": ("gpt2", {"n_head": 3}),
+        "Conv1D": ("gpt2", {"n_inner": 41}),
+        "experts": ("mixtral", {"intermediate_size": 41}),
         "plan": ("opt", {}),
     }.items():
         model = torch.nn.Linear(2, 2) if name == "opt" else decoder(name, **changes)

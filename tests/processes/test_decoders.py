@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onebit.zero.config.sections import Pipelining
 from onebit.zero.parallel.model_plan import training_plan
+from onebit.zero.parallel.styles import Experts
 from onebit.zero.pipeline.huggingface import DecoderPipeline, pair_of
 
 pytestmark = pytest.mark.processes
@@ -25,10 +26,27 @@ Case = tuple[str, str, int]  # decoder, optimizer, stage
 Blocks = dict[str, dict[str, object]]
 TENSOR: Blocks = {"onebit": {"tensor": 2}}
 STAGES: Blocks = {"pipeline": {"stages": 2}}
+SHARDS: Blocks = {"onebit": {"tensor": 2, "ranks_per_node": 4}}
+MIXTURES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2")
+DENSE = [name for name in DECODERS if name not in MIXTURES]
 GRIDS: Mapping[str, tuple[int, Blocks, list[Case]]] = {
-    "slices": (2, TENSOR, [(name, OPTIMIZERS[k % 2], 0) for k, name in enumerate(DECODERS) if "gpt2" not in name]),
-    "stages": (2, STAGES, [(name, OPTIMIZERS[k % 2], k // 2 % 2) for k, name in enumerate(DECODERS)]),
-    "slices of stages": (4, STAGES | TENSOR, [("llama_tied", "OneBitAdam", 0), ("qwen3", "AdamW", 1)]),
+    "slices": (2, TENSOR, [(name, OPTIMIZERS[k % 2], 0) for k, name in enumerate(DENSE)]),
+    "slices of experts": (2, TENSOR, [(name, OPTIMIZERS[k % 2], 0) for k, name in enumerate(MIXTURES)]),
+    "stages": (2, STAGES, [(name, OPTIMIZERS[k % 2], k // 2 % 2) for k, name in enumerate(DENSE)]),
+    "slices of stages": (
+        4,
+        STAGES | TENSOR,
+        [("llama_tied", "OneBitAdam", 0), ("qwen3", "AdamW", 1), ("gpt2", "OneBitAdam", 1), ("phi3", "AdamW", 0)],
+    ),
+    "slices of shards": (
+        4,
+        SHARDS,
+        [
+            (name, OPTIMIZERS[(k + stage) % 2], stage)
+            for k, name in enumerate(("gpt2", "phi3", "mixtral"))
+            for stage in (1, 2, 3)
+        ],
+    ),
     "replicas": (8, STAGES | TENSOR, [("llama_tied", "OneBitAdam", 0), ("qwen3", "AdamW", 1)]),
 }
 ALL = [
@@ -94,21 +112,36 @@ def test_a_run_resumes_and_its_weights_are_a_models(grid: str, case: Case) -> No
             assert torch.equal(x, resumed[name]) and torch.equal(x, read.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("grid", ["slices", "slices of experts", "slices of shards"])
+def test_slices_of_stacks_are_loaded_by_one_process(grid: str) -> None:
+    """Weights and optimizer state, with the matrices as the model stacks them: its next step is that of the ranks."""
+    cases = [case for case in GRIDS[grid][2] if case[0] in ("gpt2", "phi3", "mixtral") and case[2] < 3]
+    places = [results(grid, case)[0] for case in cases]
+    run_torchrun(1, decoder_ranks.elsewhere, [str(place) for place in places], timeout_s=60).check()
+    for case, place in zip(cases, places, strict=True):
+        losses, weights = twin(*case[:2])
+        found = torch.load(f"{place}.elsewhere")
+        assert found["loss"] == pytest.approx(losses[-1], rel=1e-6)
+        for name, x in found["weights"].items():
+            torch.testing.assert_close(x, weights[name], rtol=0, atol=2e-5 * float(weights[name].abs().max()))
+
+
 def test_models_that_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
     run_torchrun(2, decoder_ranks.refusals, str(tmp_path)).check()
     said = torch.load(tmp_path / "refusals")
     assert "num_attention_heads is 3, which 2 ranks do not divide; use a tensor" in said["heads"]
     assert "num_key_value_heads is 3, which 2 ranks do not divide" in said["keys"]
     assert "layers.0.mlp.gate_proj.weight: dimension 0 has 41 elements, which 2 tensor ranks" in said["width"]
-    assert "h.*.attn.c_attn the style 'packed_colwise:3', which training does not have" in said["style"]
+    assert "num_attention_heads is 3, which 2 ranks do not divide" in said["stacked heads"]
+    assert "h.0.mlp.c_fc.weight: dimension 1 has 41 elements, which 2 tensor ranks" in said["Conv1D"]
+    assert "experts.gate_up_proj: dimension 1 has 41 elements for one of 2 matrices, which 2" in said["experts"]
     assert "2 ranks compute each layer together: pass initialize(tensor_plan=...)" in said["plan"]
 
 
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("Mixtral", r"mlp.experts.gate_up_proj the style 'packed_colwise'"),
-        ("LongcatFlash", r"self_attn.*kv_a_proj_with_mqa the style 'mla_kv_a_proj'"),
+        ("LongcatFlash", r"mlp.experts.identity_expert the style 'moe_identity_expert'"),
     ],
 )
 def test_styles_that_training_does_not_have_are_refused_by_name(kind: str, says: str) -> None:
@@ -117,6 +150,18 @@ def test_styles_that_training_does_not_have_are_refused_by_name(kind: str, says:
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with pytest.raises(ValueError, match=says):
         training_plan(model, 2)
+
+
+def test_experts_with_a_norm_at_their_end_are_refused() -> None:
+    """Parts of an output, which ranks add up, have another norm. A model of transformers has such experts."""
+    model = decoder("mixtral")
+    for module in model.modules():
+        if hasattr(module, "_is_expert_parallel"):
+            module.has_post_expert_norm = True  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"MixtralExperts normalises .* leave the experts out of the tensor plan"):
+        training_plan(model, 2)
+    plan = training_plan(decoder("mixtral"), 2)
+    assert sum(isinstance(style, Experts) for style in plan.values()) == 3
 
 
 def test_padding_at_the_end_needs_no_mask() -> None:

@@ -26,6 +26,12 @@ _SHAPE = {
     "max_position_embeddings": 16,
 }
 _GROUPED = _SHAPE | {"num_key_value_heads": 2, "vocab_size": 97}
+# torch's grouped product wants rows of whole 16 bytes: 20 floats are, and the 10 of one of two ranks are not.
+_EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+_LATENT = {
+    **{"q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6},
+    **{"n_shared_experts": 1, "first_k_dense_replace": 1, "vocab_size": 97},
+}
 _GPT2 = _IDS | {"n_embd": 24, "n_layer": 3, "n_head": 6, "n_positions": 16, "vocab_size": 97}
 # Class and configuration. A vocabulary of 97 is divided by no number of ranks, 96 by two.
 DECODERS: Mapping[str, tuple[str, dict[str, object]]] = {
@@ -38,6 +44,11 @@ DECODERS: Mapping[str, tuple[str, dict[str, object]]] = {
     "phi3": ("Phi3", _GROUPED),
     "olmo2": ("Olmo2", _GROUPED),
     "gpt_neox": ("GPTNeoX", _SHAPE | {"vocab_size": 96, "rotary_pct": 0.5}),
+    "mixtral": ("Mixtral", _GROUPED | {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", _GROUPED | {"num_experts": 3, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("Qwen2Moe", _GROUPED | _EXPERTS | {"shared_expert_intermediate_size": 12}),
+    "qwen3_moe": ("Qwen3Moe", _GROUPED | _EXPERTS | {"head_dim": 6, "tie_word_embeddings": True}),
+    "deepseek_v2": ("DeepseekV2", _SHAPE | _EXPERTS | _LATENT),
     "gpt2": ("GPT2", _GPT2),
     "gpt2_untied": ("GPT2", _GPT2 | {"tie_word_embeddings": False}),
 }

@@ -1,7 +1,8 @@
 """The tensor plan that a model brings along: styles by name, as transformers ships them in `_tp_plan`.
 
-`styles_of` reads it, and `training_plan` translates it for `tensor.parallelize`. `zero/inference/split.py` reads the
-same plans with styles for serving. Pure: nothing is sent or changed.
+`own_plan` reads it, and `training_plan` translates it for `tensor.parallelize`. `zero/inference/split.py` reads the
+same plans with styles for serving. `KNOWN` has plans of our own, and `_STYLES` what training does for each style's
+name. Pure: nothing is sent or changed.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
+from . import experts
+from .styles import Conv1DRowwise, Divided, Experts, SharedEnd, StackedColwise, is_transposed
 from .tensor import resolve, undivided
 
 log = logging.getLogger(__name__)
@@ -34,30 +38,53 @@ KNOWN: Mapping[str, Mapping[str, str]] = {
         "layer.*.intermediate.dense": "colwise",
         "layer.*.output.dense": "rowwise",
     },
+    # Its own plan gathers the outputs of both stacks, and computes attention and activation whole on each rank.
+    "phi3": {
+        "layers.*.self_attn.qkv_proj": "packed_colwise:qkv",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    },
 }
-"""Plans for models that have none themselves, by transformers' model_type."""
+"""Plans for models that have none themselves, or no good one, by transformers' model_type.
 
-_STYLES: Mapping[str, ParallelStyle] = {
-    "colwise": ColwiseParallel(),
-    "rowwise": RowwiseParallel(),
-    # A norm of the heads that a rank has: any dimension but the last may stand for the divided one.
-    "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=0, use_local_output=True),
-    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
-    "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
-    "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
-    "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
-    "embedding_colwise": ColwiseParallel(output_layouts=Replicate()),
+"packed_colwise:3" is for three equal matrices stacked in one, without a number two, and ":qkv" for those of attention,
+of which keys and values may have fewer heads.
+"""
+
+WIDTHS: Mapping[str, tuple[str, ...]] = {
+    "GPT2Attention": ("split_size",),
+    "Phi3Attention": ("num_key_value_heads", "config.num_attention_heads"),
 }
-_BETWEEN_PARTS = ("colwise", "rowwise", "replicated_with_grad_allreduce")
-"""Styles whose inputs or outputs are divided. A layer with another one may as well stay whole."""
+"""Widths that modules keep as attributes, to be divided with the stacked matrix that they cut apart, by class."""
+
+# From a style's name to what training does: a function of the layer, of what the name has after a colon, and the model.
+_STYLES: Mapping[str, Callable[[nn.Module, str, nn.Module], ParallelStyle]] = {
+    "colwise": lambda layer, *_: StackedColwise() if is_transposed(layer) else ColwiseParallel(),
+    "rowwise": lambda layer, *_: Conv1DRowwise() if is_transposed(layer) else RowwiseParallel(),
+    "packed_colwise": lambda layer, detail, model: StackedColwise(stack_sizes(detail, layer, model)),
+    experts.STYLE: lambda *_: Experts(),
+    "mla_kv_a_proj": lambda layer, detail, model: SharedEnd(config_of(model).qk_rope_head_dim),
+    # A norm of the heads that a rank has: any dimension but the last may stand for the divided one.
+    "replicated_with_grad_allreduce": lambda *_: SequenceParallel(sequence_dim=0, use_local_output=True),
+    "colwise_gather_output": lambda *_: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda *_: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda *_: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": lambda *_: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda *_: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_colwise": lambda *_: ColwiseParallel(output_layouts=Replicate()),
+}
+_BETWEEN_PARTS = ("colwise", "rowwise", "packed_colwise", experts.STYLE, "replicated_with_grad_allreduce")
+"""Styles whose inputs, outputs or insides are divided. A layer with another one may as well stay whole."""
 _WHOLE = ("replicate", "replicated")
 
 
 def own_plan(model: nn.Module) -> Mapping[str, str]:
-    """The plan that a model has, or that is `KNOWN` for it; empty if there is none."""
-    kind = getattr(getattr(model, "config", None), "model_type", "")
-    return getattr(model, "_tp_plan", None) or KNOWN.get(kind) or {}
+    """The plan that a model has, with what is `KNOWN` for it in the place of its own; empty if there is none."""
+    ours = KNOWN.get(getattr(getattr(model, "config", None), "model_type", ""), {})
+    theirs: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+    kept = {name: style for name, style in theirs.items() if not any(matches(name, each) for each in ours)}
+    return {**kept, **ours}
 
 
 def training_plan(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
@@ -72,24 +99,30 @@ def training_plan(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
     """
     modules, plan = dict(model.named_modules()), own_plan(model)
     names = [*modules, *(name for name, _ in model.named_parameters())]
+    with_experts = {name for name, style in _named(plan, modules) if style == experts.STYLE}
     found: dict[str, ParallelStyle] = {}
     whole: list[str] = []
-    for pattern, style in plan.items():
-        for name in (name for name in names if matches(name, pattern)):
-            if style in _WHOLE:
-                continue
-            if name not in modules or style not in _STYLES:
-                raise ValueError(
-                    f"the tensor plan of {type(model).__name__} gives {patterns([name])} the style {style!r}, which "
-                    "training does not have: pass initialize(tensor_plan={pattern: style}) with styles of "
-                    "torch.distributed.tensor.parallel, or leave the layers whole"
-                )
-            if style == "colwise" and "attention" in type(modules[name.rpartition(".")[0]]).__name__.lower():
-                check_heads(model, ranks, "tensor")
-            if style not in _BETWEEN_PARTS and undivided(modules[name], _STYLES[style], ranks):
-                whole.append(name)
-            else:
-                found[name] = _STYLES[style]
+    for name, style in _named(plan, names):
+        kind, _, detail = style.partition(":")
+        holder = name.rpartition(".")[0]
+        if style in _WHOLE or (name not in modules and holder in with_experts):  # the experts' style divides it
+            continue
+        if name not in modules or kind not in _STYLES:
+            raise ValueError(
+                f"the tensor plan of {type(model).__name__} gives {patterns([name])} the style {style!r}, which "
+                "training does not have: pass initialize(tensor_plan={pattern: style}) with styles of "
+                "torch.distributed.tensor.parallel, or leave the layers whole"
+            )
+        layer, above = modules[name], type(modules[holder]).__name__
+        if kind in ("colwise", "packed_colwise") and "attention" in above.lower():
+            check_heads(model, ranks, "tensor")
+        made = _STYLES[kind](layer, detail, model)
+        if kind not in _BETWEEN_PARTS and undivided(layer, made, ranks):
+            whole.append(name)
+        else:
+            found[name] = made
+        if kind == "packed_colwise" and above in WIDTHS:
+            found[holder] = Divided(WIDTHS[above])
     if not found:
         raise ValueError(
             f"{ranks} ranks compute each layer together: pass initialize(tensor_plan=...), which assigns styles to "
@@ -101,6 +134,45 @@ def training_plan(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
     return found
 
 
+def _named(plan: Mapping[str, str], names: Iterable[str]) -> list[tuple[str, str]]:
+    """(name, style) for each name that a pattern of the plan matches, in the plan's order."""
+    given = list(names)
+    return [(name, style) for pattern, style in plan.items() for name in given if matches(name, pattern)]
+
+
+def stack_sizes(detail: str, layer: nn.Module, model: nn.Module) -> tuple[int, ...]:
+    """Outputs of each of the matrices that a linear layer stacks.
+
+    Args:
+        detail: What "packed_colwise:" is followed by: how many are stacked, "" for two, or "qkv".
+        layer: The layer.
+        model: The model; its config has the numbers of heads.
+
+    Raises:
+        ValueError: The layer's outputs are no such stack.
+    """
+    outputs = layer.nf if is_transposed(layer) else getattr(layer, "out_features", 0)
+    assert isinstance(outputs, int)
+    parts = [] if detail == "qkv" else [1] * int(detail or 2)
+    if detail == "qkv":
+        config = config_of(model)
+        heads = getattr(config, "num_attention_heads", 1)
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        parts = [heads, groups, groups]
+    if outputs % sum(parts) or not outputs:
+        raise ValueError(
+            f"'packed_colwise:{detail}' is for a linear layer that stacks {len(parts)} matrices in the proportion "
+            f"{parts}; {type(layer).__name__} has {outputs} outputs"
+        )
+    return tuple(part * outputs // sum(parts) for part in parts)
+
+
+def config_of(model: nn.Module) -> Any:
+    """The config with a model's numbers of heads: its own, or that of its language model. None if it has none."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def check_heads(model: nn.Module, ranks: int, size_key: str) -> None:
     """Raise ValueError if the ranks do not divide a model's attention heads.
 
@@ -109,7 +181,7 @@ def check_heads(model: nn.Module, ranks: int, size_key: str) -> None:
         ranks: The ranks among which they are divided.
         size_key: For the error: the configuration's key for the number of ranks.
     """
-    config = getattr(model, "config", model)
+    config = config_of(model) or model
     for key in ("num_attention_heads", "num_key_value_heads", "heads"):
         heads = getattr(config, key, None)
         if isinstance(heads, int) and heads % ranks:

@@ -6,10 +6,11 @@
     groups = {"transport": grid.transport, "model_parallel_group": grid.model_parallel_group}
     optimizer = onebit.OnebitAdam(model.parameters(), **groups)
 
-A plan gives styles to modules by name. The styles are those of torch.distributed.tensor.parallel, and `split_sequence`
-and `join_sequence` at the two ends of a stretch with sequence-parallel norms. Parameters under a style become DTensors
-over the tensor axis, divided or replicated; all others stay plain and are replicated. The ranks of a tensor group read
-the same batches and step with the same bits, each over its own replica transport (`onebit.model_parallel_group`).
+A plan gives styles to modules by name. The styles are those of torch.distributed.tensor.parallel and `styles.py`, and
+`split_sequence` and `join_sequence` at the two ends of a stretch with sequence-parallel norms. Parameters under a style
+become DTensors over the tensor axis, divided or replicated; all others stay plain and are replicated. The ranks of a
+tensor group read the same batches and step with the same bits, each over its own replica transport
+(`onebit.model_parallel_group`).
 
 Traffic is torch's, in the computing dtype: for a column-wise and a row-wise layer together one all-gather and one
 reduce-scatter of the activations in forward, and the same in backward.
@@ -36,6 +37,7 @@ from torch.distributed.tensor.parallel import (
 from ...agreement.replicas import make_equal
 from ...comm import torch_versions
 from ..grid import Grid
+from .styles import Cut, OwnStyle
 
 # From patterns of module names to styles. The parts between dots are matched by fnmatch, so * matches one part.
 Plan: TypeAlias = Mapping[str, ParallelStyle]
@@ -145,23 +147,24 @@ def _placements(name: str, module: nn.Module, style: ParallelStyle, ranks: int) 
     """
     if isinstance(style, _LEAVES_PARAMETERS):
         return
-    if isinstance(style, ColwiseParallel | RowwiseParallel):
-        dims = _dims(module, style)
-        if dims is None:
+    if isinstance(style, ColwiseParallel | RowwiseParallel | OwnStyle):
+        cuts = _cuts(module, style)
+        if cuts is None:
+            fits = style.fits if isinstance(style, OwnStyle) else "Linear and Embedding"
             raise ValueError(
-                f"the tensor plan gives {name!r} {type(style).__name__}, which is for Linear and Embedding; it is a "
+                f"the tensor plan gives {name!r} {type(style).__name__}, which is for {fits}; it is a "
                 f"{type(module).__name__}"
             )
-        for p_name, dim in dims.items():
-            p = module._parameters.get(p_name)
-            if p is None:
+        for p_name, cut in cuts.items():
+            if module._parameters.get(p_name) is None:
                 continue
-            if dim is not None and p.shape[dim] % ranks:
+            if cut is not None and (size := cut.odd_size(ranks)):
+                stacked = "" if len(cut.sizes) == 1 else f" for one of {len(cut.sizes)} matrices"
                 raise ValueError(
-                    f"{name}.{p_name}: dimension {dim} has {p.shape[dim]} elements, which {ranks} tensor ranks cannot "
-                    "divide; use a number of ranks that divides it, or leave the module out of the plan"
+                    f"{name}.{p_name}: dimension {cut.dim} has {size} elements{stacked}, which {ranks} tensor ranks "
+                    "cannot divide; use a number of ranks that divides it, or leave the module out of the plan"
                 )
-            yield module, p_name, _ALIKE if dim is None else f"cut it along dimension {dim}"
+            yield module, p_name, _ALIKE if cut is None else f"cut it along dimension {cut.dim}"
         return
     what = _ALIKE if isinstance(style, SequenceParallel) else f"place it by {type(style).__name__}"
     for holder in module.modules():
@@ -171,19 +174,24 @@ def _placements(name: str, module: nn.Module, style: ParallelStyle, ranks: int) 
 
 def undivided(module: nn.Module, style: ParallelStyle, ranks: int) -> bool:
     """Whether the style would cut a parameter along a dimension that the ranks do not divide."""
-    dims = _dims(module, style) or {}
-    found = [(module._parameters.get(name), dim) for name, dim in dims.items()]
-    return any(p is not None and dim is not None and p.shape[dim] % ranks > 0 for p, dim in found)
+    cuts = _cuts(module, style) or {}
+    held = [cut for name, cut in cuts.items() if module._parameters.get(name) is not None]
+    return any(cut is not None and cut.odd_size(ranks) for cut in held)
 
 
-def _dims(module: nn.Module, style: ParallelStyle) -> dict[str, int | None] | None:
-    """The dimension along which each parameter is divided (None: replicated); None if the style does not fit."""
+def _cuts(module: nn.Module, style: ParallelStyle) -> Mapping[str, Cut | None] | None:
+    """How each parameter is divided (None: replicated); None if the style does not fit the module."""
+    if isinstance(style, OwnStyle):
+        return style.cuts(module)
     by_column = isinstance(style, ColwiseParallel)
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        return None
+    # The weight of an Embedding is [words, features]: its columns are features.
+    dim = int(not by_column if isinstance(module, nn.Linear) else by_column)
+    cuts: dict[str, Cut | None] = {"weight": Cut(dim, (module.weight.shape[dim],))}
     if isinstance(module, nn.Linear):
-        return {"weight": 0, "bias": 0} if by_column else {"weight": 1, "bias": None}
-    if isinstance(module, nn.Embedding):
-        return {"weight": 1 if by_column else 0}
-    return None
+        cuts["bias"] = Cut(0, (module.out_features,)) if by_column else None
+    return cuts
 
 
 def place_gradients(p: DTensor) -> None:
