@@ -57,9 +57,10 @@ def of_transformers(kind: str) -> nn.Module:
             num_local_experts=4, head_dim=16, layer_types=["full_attention"] * 2, **heads, **shape, **ids
         )
         return transformers.GptOssForCausalLM(config).eval()
-    if kind == "llama":
-        config = transformers.LlamaConfig(num_key_value_heads=2, max_position_embeddings=64, **shape, **ids)
-        return transformers.LlamaForCausalLM(config).eval()
+    if kind in ("llama", "phi3", "olmo2"):
+        family = {"llama": "Llama", "phi3": "Phi3", "olmo2": "Olmo2"}[kind]
+        config = getattr(transformers, f"{family}Config")(**heads, **shape, **ids)
+        return getattr(transformers, f"{family}ForCausalLM")(config).eval()
     config = transformers.BertConfig(**shape, vocab_size=256)
     cls = transformers.BertForSequenceClassification if kind == "bert classes" else transformers.BertModel
     return cls(config).eval()
@@ -143,10 +144,10 @@ def test_a_compiled_product_is_the_same() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    "kind", [*DECODERS, pytest.param("bert", marks=SLOW), pytest.param("bert classes", marks=SLOW)]
+    "kind", [*DECODERS, *(pytest.param(kind, marks=SLOW) for kind in ("phi3", "olmo2", "bert", "bert classes"))]
 )
 def test_ranks_give_the_logits_and_tokens_of_one(kind: str, ranks: int) -> None:
-    if (kind, ranks) == ("llama", 4):
+    if ranks == 4 and kind in ("llama", "phi3", "olmo2"):
         pytest.skip("it has two heads of keys; test_heads_that_ranks_do_not_divide has this case")
     model, (short, text) = model_of(kind), prompts(5, 21)
 

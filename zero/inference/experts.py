@@ -14,37 +14,21 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ..parallel.experts import aligned, inputs_dim, stacked_in_up, up_name
+from ..parallel.stacked import by_stack
 from .layers import Join, quantize_rows
-
-STYLE = "moe_tp_experts"
-"""transformers' name for experts that are each cut into parts, whose outputs the ranks add up."""
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module is transformers' experts with matrices [E, N, K] or [E, K, N]."""
-    return hasattr(module, "_is_expert_parallel") and isinstance(getattr(module, "down_proj", None), nn.Parameter)
-
-
-def inner_width(experts: nn.Module) -> int:
-    """The features between the two products of an expert, which ranks divide among them."""
-    return cast(nn.Parameter, experts.down_proj).shape[_inputs(experts)]
 
 
 def cut(experts: nn.Module, rank: int, ranks: int, join: Join) -> None:
     """Keep only this rank's part of every expert, in place. `join` adds up the outputs of all ranks."""
-    up = _up(experts)
-    parts = 2 if experts.has_gate and experts.is_concatenated else 1  # gate and up in one matrix
-
-    def rows(x: Tensor, dim: int) -> Tensor:
-        return torch.cat([part.chunk(ranks, dim)[rank] for part in x.chunk(parts, dim)], dim)
-
-    made = {up: rows(getattr(experts, up), 3 - _inputs(experts))}
-    made["down_proj"] = cast(Tensor, experts.down_proj).chunk(ranks, _inputs(experts))[rank]
+    up, inputs, count = up_name(experts), inputs_dim(experts), stacked_in_up(experts)
+    made = {up: by_stack(getattr(experts, up), 3 - inputs, count, ranks, rank)}
+    made["down_proj"] = cast(Tensor, experts.down_proj).chunk(ranks, inputs)[rank]
     if experts.has_bias:
-        made[f"{up}_bias"] = rows(getattr(experts, f"{up}_bias"), 1)
+        made[f"{up}_bias"] = by_stack(getattr(experts, f"{up}_bias"), 1, count, ranks, rank)
         bias = cast(Tensor, experts.down_proj_bias)
         made["down_proj_bias"] = bias if rank == 0 else torch.zeros_like(bias)  # only rank 0 adds it to the sum
-    for name, x in made.items():
+    for name, x in aligned(experts, made).items():
         setattr(experts, name, nn.Parameter(x.detach().contiguous(), requires_grad=False))
     experts.register_forward_hook(lambda module, inputs, out: join(out))
 
@@ -55,7 +39,7 @@ def quantize_experts(experts: nn.Module) -> None:
     Each forward pass converts the experts that tokens go to, one at a time. It runs transformers' "eager" form as one
     custom operation, since its loop depends on the tokens and cannot be compiled.
     """
-    for name in (_up(experts), "down_proj"):
+    for name in (up_name(experts), "down_proj"):
         matrices = ExpertRows(cast(Tensor, getattr(experts, name)), is_transposed=bool(experts.is_transposed))
         delattr(experts, name)
         setattr(experts, name, matrices)
@@ -78,15 +62,6 @@ class ExpertRows(nn.Module):
     def __getitem__(self, expert: Tensor) -> Tensor:
         matrix = (self.rows_ENK[expert] * self.scale_EN[expert][..., None]).to(self.dtype)
         return matrix.mT if self.is_transposed else matrix
-
-
-def _up(experts: nn.Module) -> str:
-    return "gate_up_proj" if experts.has_gate else "up_proj"
-
-
-def _inputs(experts: nn.Module) -> int:
-    """The dimension of the matrices' inputs."""
-    return 1 if experts.is_transposed else 2
 
 
 # A custom operation, because which experts run depends on the tokens. Graphs cannot hold modules, so it takes a number.

@@ -21,10 +21,11 @@ from ...checkpoint.files import CheckpointError
 from ...comm import PeerError, SimTransport, Transport
 from ...comm.messages import raise_on_all_ranks
 from ..checkpoint.whole import read_checkpoint_weights
+from ..parallel.experts import is_experts
 from ..parallel.model_plan import patterns
 from .config import read_inference_config
 from .engine import InferenceEngine, longest, outputs_of, why_no_decoding
-from .experts import is_experts, quantize_experts
+from .experts import quantize_experts
 from .layers import quantize, serve_linears
 from .split import plan_of, split
 

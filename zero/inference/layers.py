@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..parallel.styles import is_transposed
+
 Join = Callable[[Tensor], Tensor]
 """Joins the products of all ranks: their sum, or their concatenation."""
 
@@ -117,13 +119,23 @@ def linear(x: Tensor, matrix_NK: Tensor, bias_N: Tensor | None = None) -> Tensor
 
 
 class ServedLinear(nn.Module):
-    """y = join(x·Wᵀ) + b. matrix: [N, K], floats or `Rows`. The bias has the size of the joined output."""
+    """y = join(x·Wᵀ) + b. matrix: [N, K], floats or `Rows`. The bias has the size of the joined output.
 
-    def __init__(self, matrix: Tensor | Rows, bias: Tensor | None, join: Join | None, has_int8_inputs: bool = False):
+    inputs: the features of x that the matrix is for. None: all.
+    """
+
+    def __init__(
+        self,
+        matrix: Tensor | Rows,
+        bias: Tensor | None,
+        join: Join | None,
+        has_int8_inputs: bool = False,
+        inputs: slice | None = None,
+    ):
         super().__init__()
         self.matrix = matrix if isinstance(matrix, Rows) else nn.Parameter(matrix, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.join, self.has_int8_inputs = join, has_int8_inputs
+        self.join, self.has_int8_inputs, self.inputs = join, has_int8_inputs, inputs
 
     @property
     def weight(self) -> Tensor:
@@ -131,7 +143,7 @@ class ServedLinear(nn.Module):
         return self.matrix.weight if isinstance(self.matrix, Rows) else self.matrix
 
     def forward(self, x: Tensor) -> Tensor:
-        matrix = self.matrix
+        matrix, x = self.matrix, x if self.inputs is None else x[..., self.inputs]
         if isinstance(matrix, Tensor) and self.join is None:
             return linear(x, matrix, self.bias)
         y = linear(x, matrix) if isinstance(matrix, Tensor) else matrix.product(x, self.has_int8_inputs)
@@ -165,10 +177,6 @@ def is_linear(module: nn.Module) -> bool:
     Subclasses do not count: they may compute something else.
     """
     return type(module) is nn.Linear or is_transposed(module)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def matrix_of(module: nn.Module) -> Tensor:
@@ -218,7 +226,7 @@ def quantize(model: nn.Module, *, has_int8_inputs: bool) -> None:
             continue
         if isinstance(module, ServedLinear):
             rows = rows_of(cast(Tensor, module.matrix), cast(Tensor, module.matrix).detach())
-            replace(model, name, ServedLinear(rows, module.bias, module.join, has_int8_inputs))
+            replace(model, name, ServedLinear(rows, module.bias, module.join, has_int8_inputs, module.inputs))
         elif is_linear(module):
             rows = rows_of(module.weight, matrix_of(module))
             replace(model, name, ServedLinear(rows, module.bias, None, has_int8_inputs))

@@ -3,8 +3,8 @@
 1. A plan gives each layer a style by name: injection_policy, otherwise the model's own (`own_plan`).
 2. "colwise": a rank keeps its part of the outputs. "packed_colwise:P": the same for each of P matrices stacked in one.
    "colwise_gather_output": then all ranks get all outputs. "rowwise": a rank keeps its part of the inputs, and the
-   ranks add up their products. "moe_tp_experts": the same for the experts of a mixture in one module. Embeddings, norms
-   and layers without a style stay whole on every rank.
+   ranks add up their products; with "rowwise_split_input" it takes its inputs out of all. "moe_tp_experts": the same
+   for the experts of a mixture in one module. Embeddings, norms and layers without a style stay whole on every rank.
 3. A forward pass of T tokens sends float32: for each "rowwise" layer (W-1)·4·T·D bytes if these are few, and every rank
    adds up all parts, otherwise 2·(W-1)/W·4·T·D in an all-reduce; and (W-1)/W·4·T·N for each gathered output. `plan.py`
    counts them.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from ...comm import Transport
 from ...comm.messages import gather_tensors
-from ..parallel.model_plan import check_heads, matches, own_plan, patterns
-from .experts import STYLE, cut, inner_width, is_experts
+from ..parallel.experts import STYLE, inner_width, is_experts, why_undividable
+from ..parallel.model_plan import WIDTHS, check_heads, matches, own_plan, patterns, stack_sizes
+from ..parallel.styles import divide
+from .experts import cut
 from .layers import Join, ServedLinear, is_linear, matrix_of, replace
 from .plan import is_gathered
 
@@ -32,9 +34,7 @@ Plan = Mapping[str, str]
 WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "replicated", "mla_kv_a_proj")
 """Styles in transformers' plans whose layers stay whole here."""
 _GATHER = ("colwise_gather_output", "colwise_rep")
-
-_WIDTHS = {"GPT2Attention": ("split_size",)}
-"""Attributes in which modules keep a number of features, which must be divided too."""
+_TAKE = ("rowwise_split_input", "rowwise_rep")
 
 
 def plan_of(model: nn.Module, policy: object, ranks: int) -> dict[str, str]:
@@ -63,12 +63,15 @@ def plan_of(model: nn.Module, policy: object, ranks: int) -> dict[str, str]:
         if is_experts(module) != (style == STYLE):
             raise ValueError(f"{name} cannot be {style!r}: {STYLE!r} is for experts in one module, and only for these")
         if style == STYLE:
-            size, what = inner_width(module), "numbers between the products of an expert"
+            if why := why_undividable(module):
+                raise ValueError(f"{name} {why}: leave the experts out of the plan")
+            sizes: tuple[int, ...] = (inner_width(module),)
+            what = "numbers between the products of an expert"
         else:
-            N, K = matrix_of(module).shape
-            size, what = (K, "inputs") if style == "rowwise" else (N // _parts(style), "outputs")
-        if size % ranks:
-            raise ValueError(f"{name} has {size} {what}, which {ranks} ranks do not divide; use another tp_size")
+            sizes = _sizes(style, module, model)
+            what = "inputs" if style in ("rowwise", *_TAKE) else "outputs"
+        if odd := [size for size in sizes if size % ranks]:
+            raise ValueError(f"{name} has {odd[0]} {what}, which {ranks} ranks do not divide; use another tp_size")
     return found
 
 
@@ -84,29 +87,37 @@ def split(model: nn.Module, plan: Plan, transport: Transport) -> None:
         matrix_NK, bias = matrix_of(module), getattr(module, "bias", None)
         bias = None if bias is None else bias.detach()
         join: Join | None = None
-        if style == "rowwise":
+        inputs: slice | None = None
+        if style in ("rowwise", *_TAKE):
             part, join = matrix_NK.chunk(W, 1)[rank], partial(torch.ops.onebit.sum_over_ranks, transport=number)
+            if style in _TAKE:
+                inputs = slice(rank * part.shape[1], (rank + 1) * part.shape[1])
         else:
-            part = _rows(matrix_NK, _parts(style), rank, W)
+            sizes = _sizes(style, module, model)
+            part = _rows(matrix_NK, sizes, rank, W)
             if style in _GATHER:
                 join = partial(torch.ops.onebit.gather_from_ranks, transport=number, ranks=W)
             elif bias is not None:
-                bias = _rows(bias, _parts(style), rank, W)
-        replace(model, name, ServedLinear(part.contiguous(), bias, join))
-    for module in model.modules():
-        for width in _WIDTHS.get(type(module).__name__, ()):
-            setattr(module, width, getattr(module, width) // W)
+                bias = _rows(bias, sizes, rank, W)
+        replace(model, name, ServedLinear(part.contiguous(), bias, join, inputs=inputs))
+    divided = ("colwise", "packed_colwise")
+    for holder in {name.rpartition(".")[0] for name, style in plan.items() if style.partition(":")[0] in divided}:
+        above = model.get_submodule(holder)
+        divide(above, WIDTHS.get(type(above).__name__, ()), W)
 
 
-def _rows(x: Tensor, parts: int, rank: int, ranks: int) -> Tensor:
-    """This rank's rows of each part."""
-    return torch.cat([part.chunk(ranks)[rank] for part in x.chunk(parts)])
+def _rows(x: Tensor, sizes: Sequence[int], rank: int, ranks: int) -> Tensor:
+    """This rank's rows of each stacked matrix."""
+    return torch.cat([part.chunk(ranks)[rank] for part in x.split(list(sizes))])
 
 
-def _parts(style: str) -> int:
-    """How many matrices are stacked in one; transformers' own "packed_colwise" has two."""
-    kind, _, count = style.partition(":")
-    return int(count or 2) if kind == "packed_colwise" else 1
+def _sizes(style: str, layer: nn.Module, model: nn.Module) -> tuple[int, ...]:
+    """What ranks divide: a layer's inputs, its outputs, or the outputs of each matrix that it stacks."""
+    kind, _, detail = style.partition(":")
+    if kind == "packed_colwise":
+        return stack_sizes(detail, layer, model)
+    N, K = matrix_of(layer).shape
+    return (K,) if kind in ("rowwise", *_TAKE) else (N,)
 
 
 def _by_names(model: nn.Module, layers: Iterable[str], policy: Plan | None) -> dict[str, str]:
@@ -118,7 +129,8 @@ def _by_names(model: nn.Module, layers: Iterable[str], policy: Plan | None) -> d
         if not matched and policy is not None:
             raise ValueError(f"injection_policy: {pattern!r} matches no linear layer; there are {patterns(layers)}")
         if matched and style not in WHOLE:
-            if not re.fullmatch("|".join((r"colwise|rowwise|packed_colwise(:\d+)?", STYLE, *_GATHER)), style):
+            known = (r"colwise|rowwise|packed_colwise(:\d+|:qkv)?", STYLE, *_GATHER, *_TAKE)
+            if not re.fullmatch("|".join(known), style):
                 raise ValueError(
                     f"the tensor plan of {type(model).__name__} gives {pattern} the style {style!r}, unknown here; "
                     f"write injection_policy= with colwise and rowwise for {patterns(layers)}"
