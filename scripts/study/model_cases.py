@@ -1,4 +1,4 @@
-"""Thirty architectures of transformers as small models, in sizes that divide badly, with a batch for each.
+"""Architectures of transformers as small models, in sizes that divide badly, with a batch for each.
 
 Models are built from a configuration: nothing is downloaded. `study/models.py` trains them.
 """
@@ -96,21 +96,23 @@ _THREE, _SIX = _LAYERS | {"num_attention_heads": 3}, _LAYERS | {"num_attention_h
 _STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _DECODER = _SIX | _SPECIAL
 _GROUPED = _DECODER | {"num_key_value_heads": 2}
-_ENCODER = _THREE | _STILL | {"pad_token_id": 0}
-_EXPERTS = _GROUPED | {"moe_intermediate_size": 20, "num_experts": 3, "num_experts_per_tok": 2}
+_ENCODER = _SIX | _STILL | {"pad_token_id": 0}
+_EXPERTS = _GROUPED | {"num_experts": 3, "num_experts_per_tok": 2}
+# torch's grouped product wants rows of whole 16 bytes: 24 numbers are, and the 12 of one of two ranks are not.
+_NARROW = _EXPERTS | {"moe_intermediate_size": 24}
 _ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 _BOTH = _ENDS | {
     "vocab_size": WORDS,
     "d_model": 24,
     "encoder_layers": 2,
     "decoder_layers": 2,
-    "encoder_attention_heads": 3,
-    "decoder_attention_heads": 3,
+    "encoder_attention_heads": 6,
+    "decoder_attention_heads": 6,
     "encoder_ffn_dim": 40,
     "decoder_ffn_dim": 40,
     "dropout": 0.0,
 }
-_TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3}
+_TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6}
 _IMAGES = {"image_size": SIDE, "patch_size": 4, "num_labels": CLASSES}
 
 MODELS: Mapping[str, Model] = {
@@ -126,7 +128,7 @@ MODELS: Mapping[str, Model] = {
         "LMHeadModel",
         causal,
         _SPECIAL
-        | {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 16, "vocab_size": WORDS}
+        | {"n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 16, "vocab_size": WORDS}
         | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     ),
     "GPT-NeoX": Model("GPTNeoX", "ForCausalLM", causal, _DECODER | {"rotary_pct": 0.5}),
@@ -134,7 +136,7 @@ MODELS: Mapping[str, Model] = {
         "OPT",
         "ForCausalLM",
         causal,
-        _THREE | {"ffn_dim": 40, "word_embed_proj_dim": 24, "dropout": 0.0, "pad_token_id": 1},
+        _SIX | {"ffn_dim": 40, "word_embed_proj_dim": 24, "dropout": 0.0, "pad_token_id": 1},
     ),
     "BLOOM": Model(
         "Bloom", "ForCausalLM", causal, _SPECIAL | {"vocab_size": WORDS, "hidden_size": 24, "n_layer": 2, "n_head": 3}
@@ -145,13 +147,24 @@ MODELS: Mapping[str, Model] = {
     ),
     "Mixtral": Model("Mixtral", "ForCausalLM", causal, _GROUPED | {"num_local_experts": 3, "num_experts_per_tok": 2}),
     "OLMoE": Model("Olmoe", "ForCausalLM", causal, _EXPERTS),
-    "BERT": Model("Bert", "ForMaskedLM", masked, _ENCODER | {"num_attention_heads": 6}),
+    "Qwen2-MoE": Model("Qwen2Moe", "ForCausalLM", causal, _NARROW | {"shared_expert_intermediate_size": 12}),
+    "Qwen3-MoE": Model("Qwen3Moe", "ForCausalLM", causal, _NARROW | {"head_dim": 6}),
+    "DeepSeek-V2": Model(
+        "DeepseekV2",
+        "ForCausalLM",
+        causal,
+        _DECODER
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_routed_experts": 3, "n_shared_experts": 1}
+        | {"q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
+        | {"first_k_dense_replace": 1},
+    ),
+    "BERT": Model("Bert", "ForMaskedLM", masked, _ENCODER),
     "RoBERTa": Model("Roberta", "ForMaskedLM", masked, _ENCODER),
     "DistilBERT": Model(
         "DistilBert",
         "ForMaskedLM",
         masked,
-        {"vocab_size": WORDS, "dim": 24, "hidden_dim": 40, "n_layers": 2, "n_heads": 3, "max_position_embeddings": 16}
+        {"vocab_size": WORDS, "dim": 24, "hidden_dim": 40, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 16}
         | {"dropout": 0.0, "attention_dropout": 0.0},
     ),
     "ALBERT": Model("Albert", "ForMaskedLM", masked, _ENCODER | {"embedding_size": 10, "classifier_dropout_prob": 0.0}),
@@ -159,7 +172,7 @@ MODELS: Mapping[str, Model] = {
     "DeBERTa-v2": Model(
         "DebertaV2", "ForMaskedLM", masked, _ENCODER | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
     ),
-    "ModernBERT": Model("ModernBert", "ForMaskedLM", masked, _THREE | _ENDS | {"sep_token_id": 2, "cls_token_id": 1}),
+    "ModernBERT": Model("ModernBert", "ForMaskedLM", masked, _SIX | _ENDS | {"sep_token_id": 2, "cls_token_id": 1}),
     "T5": Model(
         "T5",
         "ForConditionalGeneration",
@@ -182,7 +195,9 @@ MODELS: Mapping[str, Model] = {
         captioned,
         {
             "projection_dim": 10,
-            "text_config": _THREE | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "projection_dim": 10},
+            # A key's bias has no gradient but rounding errors, which logits 14 times as large, the default, scale up.
+            "logit_scale_init_value": 1.0,
+            "text_config": _SIX | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "projection_dim": 10},
             "vision_config": _TOWER | {"image_size": SIDE, "patch_size": 4, "projection_dim": 10},
         },
     ),
@@ -200,7 +215,7 @@ MODELS: Mapping[str, Model] = {
         "Wav2Vec2",
         "ForCTC",
         sounds,
-        _THREE
+        _SIX
         | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "ctc_loss_reduction": "mean", "layerdrop": 0.0}
         | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "feat_proj_dropout": 0.0}
         | {"final_dropout": 0.0, "apply_spec_augment": False, "conv_dim": (12, 12), "conv_kernel": (4, 4)}

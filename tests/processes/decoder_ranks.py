@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +15,14 @@ from torch import Tensor
 from transformers import LlamaForCausalLM  # noqa: F401  (600 modules, 1 to 2 s: in the process that forks, too)
 
 from onebit import zero
+from onebit.model_parallel import gathered
 from onebit.zero.grid import Grid
+from onebit.zero.parallel import tensor
+from onebit.zero.parallel.model_plan import training_plan
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from study.model_cases import MODELS
 
 MICRO_BATCHES = 2
 
@@ -104,6 +112,23 @@ def _step(engine: zero.DeepSpeedEngine, read: Iterator[dict[str, Tensor]]) -> fl
         engine.step()
         total += float(loss.detach()) / MICRO_BATCHES
     return total
+
+
+def gradients(folder: str, names: Sequence[str]) -> None:
+    """The furthest that a gradient is from that of one process, in float64, for each of the study's models."""
+    torch.set_num_threads(1)
+    here = zero.grid.start(tensor=2, shard=1)
+    furthest = {}
+    for name in names:
+        alone, divided = (MODELS[name].build().double().train() for _ in range(2))
+        tensor.parallelize(divided, here, training_plan(divided, 2))
+        batch = {key: x.double() if x.is_floating_point() else x for key, x in MODELS[name].batch().items()}
+        for model in (alone, divided):
+            model(**batch).loss.backward()
+        pairs = zip(alone.parameters(), divided.parameters(), strict=True)
+        furthest[name] = max(float((gathered(q.grad) - p.grad).abs().max()) for p, q in pairs if p.grad is not None)
+    torch.save(furthest, Path(folder) / f"gradients.{here.world.rank}")
+    here.close()
 
 
 def refusals(folder: str) -> None:

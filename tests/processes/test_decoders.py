@@ -1,4 +1,4 @@
-"""Decoders of transformers, divided by their own plans among ranks: the losses and weights of one process."""
+"""Models of transformers, divided by their own plans among ranks: the losses and weights of one process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from ranks import Ended, run_torchrun
 from torch import Tensor
 
 from onebit.zero.config.sections import Pipelining
-from onebit.zero.parallel.model_plan import training_plan
+from onebit.zero.parallel.model_plan import KNOWN, training_plan
 from onebit.zero.parallel.styles import Experts
 from onebit.zero.pipeline.huggingface import DecoderPipeline, pair_of
+
+from study.model_cases import MODELS  # isort: skip  (scripts/ is on the path)
 
 pytestmark = pytest.mark.processes
 
@@ -124,6 +126,22 @@ def test_slices_of_stacks_are_loaded_by_one_process(grid: str) -> None:
         assert found["loss"] == pytest.approx(losses[-1], rel=1e-6)
         for name, x in found["weights"].items():
             torch.testing.assert_close(x, weights[name], rtol=0, atol=2e-5 * float(weights[name].abs().max()))
+
+
+OF_OURS = (
+    *("ALBERT", "BART", "BERT", "CLIP", "DINOv2", "DistilBERT", "ELECTRA", "GPT-2", "ModernBERT", "OPT", "Phi-3"),
+    *("RoBERTa", "ViT", "Wav2Vec2", "Whisper"),
+)
+
+
+def test_gradients_under_plans_of_ours_are_those_of_one_process(tmp_path: Path) -> None:
+    """Of every model that `KNOWN` has a plan for, in float64: to 1e-12 of gradients of up to 10."""
+    run_torchrun(2, decoder_ranks.gradients, str(tmp_path), OF_OURS, timeout_s=60).check()
+    assert {MODELS[name].build().config.model_type for name in OF_OURS} == set(KNOWN)  # type: ignore[union-attr]
+    for rank in range(2):
+        furthest = torch.load(tmp_path / f"gradients.{rank}")
+        assert furthest.keys() == set(OF_OURS)
+        assert max(furthest.values()) < 1e-12, furthest
 
 
 def test_models_that_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:

@@ -23,28 +23,62 @@ from .tensor import resolve, undivided
 
 log = logging.getLogger(__name__)
 
+
+def _halves(block: str, into: str, out: str) -> dict[str, str]:
+    """A plan of blocks whose layers `into` are column-wise, and `out` row-wise: names in the block, with spaces."""
+    columns, rows = dict.fromkeys(into.split(), "colwise"), dict.fromkeys(out.split(), "rowwise")
+    return {f"{block}.{name}": style for name, style in {**columns, **rows}.items()}
+
+
+_OF_BERT = _halves(
+    "layer.*",
+    "attention.self.query attention.self.key attention.self.value intermediate.dense",
+    "attention.output.dense output.dense",
+)
+_OF_BART = {
+    **_halves("layers.*", "self_attn.q_proj self_attn.k_proj self_attn.v_proj fc1", "self_attn.out_proj fc2"),
+    **_halves("layers.*.encoder_attn", "q_proj k_proj v_proj", "out_proj"),
+}
+_OF_VIT = ("attention.q_proj attention.k_proj attention.v_proj mlp.fc1", "attention.o_proj mlp.fc2")
+
 KNOWN: Mapping[str, Mapping[str, str]] = {
+    "albert": _halves(
+        "albert_layers.*", "attention.query attention.key attention.value ffn", "attention.dense ffn_output"
+    ),
+    "bart": _OF_BART,
+    "bert": _OF_BERT,
+    "clip": _halves(
+        "layers.*", "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.fc1", "self_attn.out_proj mlp.fc2"
+    ),
+    "dinov2": _halves("encoder.layer.*", *_OF_VIT),
+    "distilbert": _halves(
+        "layer.*", "attention.q_lin attention.k_lin attention.v_lin ffn.lin1", "attention.out_lin ffn.lin2"
+    ),
+    "electra": _OF_BERT,
     "gpt2": {
         "h.*.attn.c_attn": "packed_colwise:3",
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
+        **_halves("h.*", "mlp.c_fc", "attn.c_proj mlp.c_proj"),
     },
-    "bert": {
-        "layer.*.attention.self.query": "colwise",
-        "layer.*.attention.self.key": "colwise",
-        "layer.*.attention.self.value": "colwise",
-        "layer.*.attention.output.dense": "rowwise",
-        "layer.*.intermediate.dense": "colwise",
-        "layer.*.output.dense": "rowwise",
+    "modernbert": {
+        "layers.*.attn.Wqkv": "packed_colwise:3",
+        "layers.*.mlp.Wi": "packed_colwise",
+        **_halves("layers.*", "", "attn.Wo mlp.Wo"),
     },
+    "opt": _OF_BART,
     # Its own plan gathers the outputs of both stacks, and computes attention and activation whole on each rank.
     "phi3": {
         "layers.*.self_attn.qkv_proj": "packed_colwise:qkv",
-        "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.mlp.gate_up_proj": "packed_colwise",
-        "layers.*.mlp.down_proj": "rowwise",
+        **_halves("layers.*", "", "self_attn.o_proj mlp.down_proj"),
     },
+    "roberta": _OF_BERT,
+    "vit": _halves("layers.*", *_OF_VIT),
+    "wav2vec2": _halves(
+        "encoder.layers.*",
+        "attention.q_proj attention.k_proj attention.v_proj feed_forward.intermediate_dense",
+        "attention.out_proj feed_forward.output_dense",
+    ),
+    "whisper": _OF_BART,
 }
 """Plans for models that have none themselves, or no good one, by transformers' model_type.
 
@@ -54,9 +88,11 @@ of which keys and values may have fewer heads.
 
 WIDTHS: Mapping[str, tuple[str, ...]] = {
     "GPT2Attention": ("split_size",),
+    "OPTAttention": ("num_heads",),
     "Phi3Attention": ("num_key_value_heads", "config.num_attention_heads"),
+    "WhisperAttention": ("num_heads",),
 }
-"""Widths that modules keep as attributes, to be divided with the stacked matrix that they cut apart, by class."""
+"""Widths that modules keep as attributes and use in forward, to be divided with their outputs, by class."""
 
 # From a style's name to what training does: a function of the layer, of what the name has after a colon, and the model.
 _STYLES: Mapping[str, Callable[[nn.Module, str, nn.Module], ParallelStyle]] = {
@@ -114,14 +150,16 @@ def training_plan(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
                 "torch.distributed.tensor.parallel, or leave the layers whole"
             )
         layer, above = modules[name], type(modules[holder]).__name__
-        if kind in ("colwise", "packed_colwise") and "attention" in above.lower():
+        divides = kind in ("colwise", "packed_colwise")
+        if divides and "attention" in above.lower():
             check_heads(model, ranks, "tensor")
+            check_heads(modules[holder], ranks, "tensor")  # of towers and decoders, whose configs are not the model's
         made = _STYLES[kind](layer, detail, model)
         if kind not in _BETWEEN_PARTS and undivided(layer, made, ranks):
             whole.append(name)
         else:
             found[name] = made
-        if kind == "packed_colwise" and above in WIDTHS:
+        if divides and above in WIDTHS:
             found[holder] = Divided(WIDTHS[above])
     if not found:
         raise ValueError(
@@ -177,15 +215,17 @@ def check_heads(model: nn.Module, ranks: int, size_key: str) -> None:
     """Raise ValueError if the ranks do not divide a model's attention heads.
 
     Args:
-        model: The model; its config has the numbers of heads.
+        model: The model, or one of its attention modules; it or its config has the numbers of heads.
         ranks: The ranks among which they are divided.
         size_key: For the error: the configuration's key for the number of ranks.
     """
-    config = config_of(model) or model
-    for key in ("num_attention_heads", "num_key_value_heads", "heads"):
-        heads = getattr(config, key, None)
-        if isinstance(heads, int) and heads % ranks:
-            raise ValueError(f"{key} is {heads}, which {ranks} ranks do not divide; use a {size_key} that divides it")
+    for holder in (config_of(model), model):
+        for key in ("num_attention_heads", "num_key_value_heads", "heads", "num_heads"):
+            heads = getattr(holder, key, None)
+            if isinstance(heads, int) and heads % ranks:
+                raise ValueError(
+                    f"{key} is {heads}, which {ranks} ranks do not divide; use a {size_key} that divides it"
+                )
 
 
 def matches(name: str, pattern: str) -> bool:
