@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM  # noqa: F401  (600 modules, 1 to 2 s: in the process that forks, too)
 
 from onebit import zero
-from onebit.model_parallel import gathered
+from onebit.model_parallel import gathered, local
 from onebit.zero.grid import Grid
 from onebit.zero.parallel import tensor
 from onebit.zero.parallel.model_plan import training_plan
@@ -115,7 +115,10 @@ def _step(engine: zero.DeepSpeedEngine, read: Iterator[dict[str, Tensor]]) -> fl
 
 
 def gradients(folder: str, names: Sequence[str]) -> None:
-    """The furthest that a gradient is from that of one process, in float64, for each of the study's models."""
+    """The furthest that a gradient is from that of one process, in float64, for each of the study's models.
+
+    A rank's part of a parameter must not be a view of the whole, or the whole would stay in memory.
+    """
     torch.set_num_threads(1)
     here = zero.grid.start(tensor=2, shard=1)
     furthest = {}
@@ -125,6 +128,8 @@ def gradients(folder: str, names: Sequence[str]) -> None:
         batch = {key: x.double() if x.is_floating_point() else x for key, x in MODELS[name].batch().items()}
         for model in (alone, divided):
             model(**batch).loss.backward()
+        for name_of, p in divided.named_parameters():
+            assert local(p).untyped_storage().nbytes() == local(p).nbytes, f"{name}: {name_of} keeps more than its part"
         pairs = zip(alone.parameters(), divided.parameters(), strict=True)
         furthest[name] = max(float((gathered(q.grad) - p.grad).abs().max()) for p, q in pairs if p.grad is not None)
     torch.save(furthest, Path(folder) / f"gradients.{here.world.rank}")

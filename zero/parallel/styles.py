@@ -286,9 +286,10 @@ def _dims(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _distributed(p: Tensor, mine: Tensor, place: Any, mesh: DeviceMesh) -> nn.Parameter:
-    held = DTensor.from_local(
-        mine.contiguous(), mesh, (place,), run_check=False, shape=p.shape, stride=p.contiguous().stride()
-    )
+    # A copy: a view of the whole parameter would keep that in memory.
+    mine = mine.clone(memory_format=torch.contiguous_format)
+    stride = torch.empty(p.shape, device="meta", dtype=p.dtype).stride()
+    held = DTensor.from_local(mine, mesh, (place,), run_check=False, shape=p.shape, stride=stride)
     return nn.Parameter(held, requires_grad=p.requires_grad)
 
 
