@@ -95,13 +95,16 @@ def worker(args: argparse.Namespace) -> None:
     transport.close()
 
 
-def expected_bytes(args: argparse.Namespace) -> int:
-    """What rank 0 sends by the formula: keys and values twice, and gradients, of four bytes an element each."""
-    pieces = Pieces(args.tokens, args.hosts)
-    ring = Ring(Silent(0, args.hosts), pieces)
-    keys = sum(ring.seen(rank, 0)[1] for rank in range(1, args.hosts))
-    grads = sum(ring.seen(0, rank)[1] for rank in range(1, args.hosts))
-    return 2 * args.groups * args.width * 4 * (2 * keys + grads)
+def expected_bytes(args: argparse.Namespace) -> list[int]:
+    """What each rank sends by the formula: keys and values twice, and gradients, of four bytes an element each."""
+    ring, found = Ring(Silent(0, args.hosts), Pieces(args.tokens, args.hosts)), []
+    for me in range(args.hosts):
+        others = [rank for rank in range(args.hosts) if rank != me]
+        keys, grads = (sum(ring.seen(*pair)[1] for pair in pairs) for pairs in (
+            [(rank, me) for rank in others], [(me, rank) for rank in others]
+        ))  # fmt: skip
+        found.append(2 * args.groups * args.width * 4 * (2 * keys + grads))
+    return found
 
 
 def run_network(network: str, args: argparse.Namespace) -> dict[str, dict]:
@@ -158,8 +161,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 `python scripts/bench.py sequence`, {time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__},
 {os.cpu_count()} cores ({cpu_name()}). One causal attention, forward and backward: {args.tokens:,} tokens over
 {args.hosts} hosts, {args.heads} query and {args.groups} key-value heads of width {args.width}, float32. Medians of
-{args.repeats} repetitions, the slowest rank of each; {args.hosts} ranks share the cores. By the formula rank 0 sends
-{formula / 1e6:.2f} MB. On the wire: payload by the queue's counter over that count. Limit: the bytes over the rate.
+{args.repeats} repetitions, the slowest rank of each; {args.hosts} ranks share the cores. Bytes are rank 0's: by the
+formula {formula[0] / 1e6:.2f} MB, and {sum(formula) / len(formula) / 1e6:.2f} in the mean of all ranks, as backward gets keys and
+values again, where gather keeps all of them. On the wire: payload by the queue's counter over that count. Limit: the bytes over the rate.
 Hidden: the share of the limit that does not add to the seconds of computing alone.
 
 | network | side | seconds | times alone | sent MB | on the wire | limit s | hidden, % |
