@@ -162,8 +162,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 {os.cpu_count()} cores ({cpu_name()}). One causal attention, forward and backward: {args.tokens:,} tokens over
 {args.hosts} hosts, {args.heads} query and {args.groups} key-value heads of width {args.width}, float32. Medians of
 {args.repeats} repetitions, the slowest rank of each; {args.hosts} ranks share the cores. Bytes are rank 0's: by the
-formula {formula[0] / 1e6:.2f} MB, and {sum(formula) / len(formula) / 1e6:.2f} in the mean of all ranks, as backward gets keys and
-values again, where gather keeps all of them. On the wire: payload by the queue's counter over that count. Limit: the bytes over the rate.
+formula {formula[0] / 1e6:.2f} MB, and {sum(formula) / len(formula) / 1e6:.2f} in the mean of all ranks, because
+backward gets keys and values again, where gather keeps all of them. On the wire: payload by the queue's counter over
+that count. Limit: the bytes over the rate.
 Hidden: the share of the limit that does not add to the seconds of computing alone.
 
 | network | side | seconds | times alone | sent MB | on the wire | limit s | hidden, % |

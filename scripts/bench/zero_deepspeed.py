@@ -160,10 +160,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 `python scripts/bench.py zero_deepspeed`, {time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__}.
 GPT `{args.size}`, {args.batch} windows a rank, {RANKS} ranks over Gloo with one thread each, torch's fused AdamW and
-`gradient_clipping` {args.clip:g} on both sides, `contiguous_gradients` on, and `overlap_comm` but at stage 1, where DeepSpeed is
-faster without it. DeepSpeed averages gradients in bfloat16 if it computes in it, ours always in float32. Medians of {args.rounds}
-runs of {args.steps} steps, in turn. Peak: the largest resident set of a rank, less that after a step of two
-parameters.
+`gradient_clipping` {args.clip:g} on both sides, `contiguous_gradients` on, and `overlap_comm` but at stage 1, where
+DeepSpeed is faster without it. DeepSpeed averages gradients in bfloat16 if it computes in it, ours always in float32.
+Medians of {args.rounds} runs of {args.steps} steps, in turn. Peak: the largest resident set of a rank, less that after
+a step of two parameters.
 
 {chr(10).join(rows)}
 """
