@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import record_path, revision, write_record
 from train.model import SIZES, VOCABULARY, build_model
 
 from bench import peer_deepspeed
@@ -126,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side (default: %(default)s)")
     parser.add_argument("--clip", type=float, default=1.0, help="gradient_clipping (default: %(default)s)")
-    parser.add_argument("--record", type=Path, metavar="FILE")
+    parser.add_argument("--record", type=record_path, metavar="FILE")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
@@ -138,8 +139,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if why := peer_deepspeed.why_not_prepared():
         raise SystemExit(why)
-    from provenance import record_path, revision, write_record  # not in the peer's environment
-
     heads = ("stage", "dtype", *("seconds", "DeepSpeed's", "ratio"), *("peak MB", "DeepSpeed's", "ratio"))
     heads += ("loss", "DeepSpeed's")
     rows = [f"| {' | '.join(heads)} |", "| ---: | --- |" + " ---: |" * (len(heads) - 2)]
@@ -168,4 +167,4 @@ a step of two parameters.
 {chr(10).join(rows)}
 """
     if args.record is not None:
-        write_record(record_path(str(args.record)), text)
+        write_record(args.record, text)
