@@ -165,7 +165,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 formula {formula[0] / 1e6:.2f} MB, and {sum(formula) / len(formula) / 1e6:.2f} in the mean of all ranks, because
 backward gets keys and values again, where gather keeps all of them. On the wire: payload by the queue's counter over
 that count. Limit: the bytes over the rate.
-Hidden: the share of the limit that does not add to the seconds of computing alone.
+Hidden: the share of the limit that does not add to the seconds of computing alone. The
+zigzag's gather needs a table of what is seen, and computes unseen pairs, too: twice the work.
 
 | network | side | seconds | times alone | sent MB | on the wire | limit s | hidden, % |
 | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |
