@@ -49,6 +49,7 @@ def worker(args: argparse.Namespace) -> None:
     if torch.distributed.get_rank() == 0:
         args.out.write_text(json.dumps(found))
     torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # a Python that ends with Gloo's threads may abort
 
 
 def train(engine_of: Any, args: argparse.Namespace) -> dict[str, float]:
