@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ..config.sections import CommsLogger as Settings
-from ..feature import Asked, Feature
+from ..feature import Asked, Feature, T
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -57,19 +57,27 @@ class CommsLogger(Feature):
             log.warning("comms_logger has no effect: it logs every steps_per_print steps, which is null")
         return cls(settings, every) if settings.enabled else None
 
-    def begin(self, engine: Engine) -> None:
+    def batches(self, engine: Engine, batches: list[T]) -> list[T]:
         self._begin_if_due(engine)
+        return batches
+
+    def inputs(self, engine: Engine, inputs: Sequence[object], named: Mapping[str, object]) -> Mapping[str, object]:
+        self._begin_if_due(engine)
+        return named
 
     def after_step(self, engine: Engine) -> None:
         if self._running is not None:
             running, self._running = self._running, None
             running.__exit__(None, None, None)
             log.info("%s", report(messages_of(running), engine.global_steps, each=self._settings.verbose))
-        self._begin_if_due(engine)
 
     def _begin_if_due(self, engine: Engine) -> None:
-        """Profile from here to the end of the next step, unless the program itself is profiling."""
-        if self._every is None or engine.grid.world.rank != 0 or torch.autograd._profiler_enabled():
+        """Profile from the step's first forward pass to its end, unless the program itself is profiling.
+
+        Not from the end of the step before: an evaluation between them may be long, and all of it would be kept.
+        """
+        is_busy = self._running is not None or torch.autograd._profiler_enabled()
+        if is_busy or self._every is None or engine.grid.world.rank != 0:
             return
         if (engine.global_steps + 1) % self._every == 0:
             self._running = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
