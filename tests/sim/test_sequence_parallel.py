@@ -209,8 +209,31 @@ def test_models_of_other_kinds_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="has an encoder and a decoder"):
         sequence_parallel(t5, SimTransport())
+    small = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16, "expand": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+    jamba = transformers.JambaForCausalLM(
+        transformers.JambaConfig(**small, **heads, mamba_d_state=4, mamba_dt_rank=4, use_mamba_kernels=False)
+    )
+    with pytest.raises(ValueError, match=r"(conv1d of|JambaForCausalLM has) .*cannot be split"):
+        sequence_parallel(jamba, SimTransport())
     mamba = transformers.MambaForCausalLM(
         transformers.MambaConfig(vocab_size=97, hidden_size=8, state_size=4, num_hidden_layers=1)
     )
     with pytest.raises(ValueError, match="MambaForCausalLM"):
-        sequence_parallel(mamba, SimTransport())(input_ids=batch(8)["input_ids"])
+        sequence_parallel(mamba, SimTransport())
+
+
+def test_a_window_that_only_the_mask_has_is_refused() -> None:
+    """As in models that do not pass it on to the attention function."""
+
+    class Deaf(type(build("Mistral", CAUSAL["Mistral"]))):  # type: ignore[misc]
+        def forward(self, *args: Any, **named: Any) -> Any:
+            for layer in self.model.layers:
+                layer.self_attn.config = copy.copy(layer.self_attn.config)
+                layer.self_attn.config.sliding_window = None
+            return super().forward(*args, **named)
+
+    model = build("Mistral", CAUSAL["Mistral"] | {"sliding_window": 8})
+    model.__class__ = Deaf
+    with pytest.raises(ValueError, match="no window of 8 tokens, for a sequence of 16"):
+        sequence_parallel(model, SimTransport())(input_ids=batch(16)["input_ids"])

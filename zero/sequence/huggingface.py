@@ -10,6 +10,7 @@ import copy
 import inspect
 import zlib
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,8 +28,11 @@ _UNSUPPORTED = ("softcap", "s_aux", "output_attentions", "position_bias")
 _SHIFTED, _UNSHIFTED = ("ForCausalLM", "LMHeadModel"), ("ForMaskedLM",)
 """Ends of names of classes whose loss is the mean cross-entropy of the next tokens, or of the same ones."""
 _IGNORED = -100
+_MIXING = (nn.Conv1d, nn.RNNBase)
+"""Layers that mix tokens without attention: state-space models have such a convolution."""
 _CUT = ("input_ids", "inputs_embeds", "token_type_ids")
 _PLAIN = (bool, int, float, str, type(None))
+_under_way: ContextVar[_Holder] = ContextVar("the model in whose forward pass this thread is")
 
 
 def sequence_parallel(model: nn.Module, transport: Transport, *, codec: Codec | None = None) -> nn.Module:
@@ -69,6 +73,11 @@ def sequence_parallel(model: nn.Module, transport: Transport, *, codec: Codec | 
     if kinds - {"sliding_attention"} or getattr(model.config, "is_encoder_decoder", False):
         what = ", ".join(sorted(kinds)) or "an encoder and a decoder"
         raise ValueError(f"rank {rank}: {type(model).__name__} has {what}; its sequences cannot be split over ranks")
+    if mixing := next((name for name, each in model.named_modules() if isinstance(each, _MIXING)), None):
+        raise ValueError(
+            f"rank {rank}: {mixing} of {type(model).__name__} mixes tokens as attention does, and would see those of "
+            "its own piece alone; the model's sequences cannot be split over ranks"
+        )
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         first = int(model.config.pad_token_id) + 1  # RoBERTa and its relatives
     else:
@@ -114,6 +123,7 @@ class _Holder:
             raise ValueError(f"rank {rank}: expected input_ids or inputs_embeds of the whole sequence")
         b, length = tokens.shape[:2]
         self.pieces, self.calls = Pieces(length, self.transport.world_size), 0
+        _under_way.set(self)
         self._check(tokens, given)
         found: dict[str, Any] = {
             name: self.pieces.cut(x, rank) if name in _CUT else x
@@ -220,15 +230,15 @@ def _attention(
     holder: _Holder | None = module.__dict__.get(_HOLDER)
     if holder is None:
         raise ValueError(f"{type(module).__name__} is not of a model that was given to sequence_parallel()")
-    rank, pieces = holder.transport.rank, holder.pieces
+    pieces = holder.pieces
     asked = [name for name in _UNSUPPORTED if options.get(name) is not None and options[name] is not False]
     if dropout:
         asked.append("dropout of attention weights")
     window = options.get("sliding_window")
-    if isinstance(window, int) and window < pieces.length:
-        asked.append(f"window of {window} tokens, for a sequence of {pieces.length}")
+    if window is not None and not (isinstance(window, int) and window >= pieces.length):
+        asked.append(_window_in_words(window, pieces.length))
     if asked:
-        raise ValueError(f"rank {rank}: ring attention has no {asked[0]}; set it to none in the model's configuration")
+        raise _absent(holder, asked[0])
     holder.calls += 1
     said = options.get("is_causal")
     is_causal = _is_causal(module) if said is None else bool(said)
@@ -238,16 +248,29 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _absent(holder: _Holder, what: str) -> ValueError:
+    return ValueError(
+        f"rank {holder.transport.rank}: ring attention has no {what}; set it to none in the model's configuration"
+    )
+
+
+def _window_in_words(window: object, length: int) -> str:
+    return f"window of {window} tokens, for a sequence of {length}"
+
+
 def _no_mask(*args: object, mask_function: Callable[..., object] | None = None, **options: object) -> None:
-    """The registry's mask: none, as the ring knows what a token sees. `_attention` looks at windows.
+    """The registry's mask: none, as the ring knows what a token sees.
 
     Raises:
         ValueError: The model hides more than the future.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    is_window = options.get("local_size") is not None
-    if not is_window and mask_function not in (None, causal_mask_function, bidirectional_mask_function):
+    window = options.get("local_size")
+    holder = _under_way.get()
+    if isinstance(window, int) and window < holder.pieces.length:
+        raise _absent(holder, _window_in_words(window, holder.pieces.length))
+    if window is None and mask_function not in (None, causal_mask_function, bidirectional_mask_function):
         raise ValueError(
             "this model hides more than the future (packed documents, tokens seen both ways), which "
             "ring attention cannot express"
