@@ -187,7 +187,7 @@ def checked(model: object) -> nn.Module | PipelineModule:
                 f"{type(part).__name__} is sharded by FSDP2 already, by another engine at stage 3 or by fully_shard; "
                 "two engines share a trunk at stages 1 and 2, which keep whole parameters"
             )
-        if any(hasattr(p, "ds_id") for p in part._parameters.values()):
+        if any(hasattr(p, "ds_id") and not hasattr(p, "full_tensor") for p in part._parameters.values()):
             raise TypeError(
                 f"{type(part).__name__} has been built by DeepSpeed's zero.Init, which has taken its values apart; "
                 "transformers' HfDeepSpeedConfig does this if DeepSpeed is installed: leave that line out"

@@ -17,6 +17,7 @@ import onebit.zero as deepspeed
 from onebit.zero import grid as grids
 from onebit.zero.deepspeed import zero_to_fp32
 from onebit.zero.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from onebit.zero.runtime.zero.partition_parameters import ZeroParamStatus
 
 ONE_BIT = {"compression": "always", "block": 64, "warmup_codec": "int8"}
 FORMS = {
@@ -110,7 +111,7 @@ def modified(engine: deepspeed.DeepSpeedEngine, p: nn.Parameter, name: str) -> d
     before = engine.module_state_dict()
     with deepspeed.zero.GatheredParameters([p, engine.module.head.bias], modifier_rank=1) as (first, _):
         shown = engine.module.layers[0].weight
-        is_whole = shown is first and type(shown) is nn.Parameter and shown.shape == (16, 8)
+        is_whole = shown is first and isinstance(shown, nn.Parameter) and shown.data.shape == (16, 8)
         if engine.global_rank == 1:
             shown.data[3] = 7.0
             first.data[15, 7] = -7.0
@@ -124,6 +125,63 @@ def modified(engine: deepspeed.DeepSpeedEngine, p: nn.Parameter, name: str) -> d
         "set": bool((engine.module_state_dict()[name] == 0.5).all()),
         "shape": refusal(deepspeed.utils.safe_set_full_fp32_param, p, torch.zeros(3)),
     }
+
+
+def saved_by_ids() -> dict[str, object]:
+    """Of a model at stage 3: what scripts read and write through variables from before the block, on rank 0 or all."""
+    engine = begin("dense, stage 3")
+    engine.backward(loss_of(engine, engine.global_rank, 0))
+    named, truth = dict(engine.module.named_parameters()), engine.module_state_dict()
+    p, full = named["layers.0.weight"], truth["layers.0.weight"]
+    kind, grad = type(p), p.grad
+    gather, states = deepspeed.zero.GatheredParameters, ZeroParamStatus
+    facts: dict[str, object] = {"ids": len({q.ds_id for q in named.values()}) == len(named)}
+    facts["apart"] = [(q.ds_status, q.ds_shape, q.ds_numel) for q in named.values()] == [
+        (states.NOT_AVAILABLE, truth[name].shape, truth[name].numel()) for name in named
+    ]
+    read, copies = {}, []
+    for name, q in named.items():  # as FastChat, LLaVA and DeepSpeed-Chat save
+        with gather([q] if q.ds_status == states.NOT_AVAILABLE else []):
+            read[name] = q.data.detach().cpu().clone()
+            torch.save(q, f"of-rank-{engine.global_rank}.pt")
+            copies += [q.clone(), copy.deepcopy(q), q.detach(), torch.cat([q, q])[: len(q)], q.float(), q.full_tensor(),
+                       torch.load(f"of-rank-{engine.global_rank}.pt")]  # fmt: skip
+    facts["read"] = all(type(x) is Tensor and torch.equal(x, truth[name]) for name, x in read.items())
+    facts["copied"] = all(
+        not hasattr(x, "to_local") and torch.equal(x, truth[name])
+        for k, name in enumerate(named) for x in copies[7 * k : 7 * k + 7]
+    )  # fmt: skip
+    seen = {p: 1}
+    with gather(list(named.values())):
+        whole = engine.module.state_dict()
+        facts["state_dict"] = all(type(x) is Tensor and torch.equal(x, truth[name]) for name, x in whole.items())
+        facts["here"] = p.ds_status is states.AVAILABLE and p in seen and isinstance(p, nn.Parameter)
+        facts["printed"] = repr(p) == repr(nn.Parameter(full))
+        facts["grad"] = p.grad is grad
+        facts["asked"] = torch.equal(deepspeed.utils.safe_get_full_fp32_param(p), full)
+        with gather(p):
+            facts["inner"] = torch.equal(p.data, full)
+        facts["outer"] = torch.equal(p.data, full)
+    with gather(named.values(), modifier_rank=0):
+        with torch.no_grad():
+            p[3] = 2.0 + engine.global_rank
+        nn.init.constant_(named["head.bias"], 5.0 + engine.global_rank)
+        with gather(named["head.weight"], modifier_rank=1):
+            named["head.weight"].data.fill_(1.0 + engine.global_rank)
+        facts["inner, written"] = bool((named["head.weight"].data == 2.0).all())
+    after, expected = engine.module_state_dict(), copy.deepcopy(truth)
+    expected["layers.0.weight"][3], expected["head.bias"][:], expected["head.weight"][:] = 2.0, 5.0, 2.0
+    facts["written"] = all(torch.equal(after[name], expected[name]) for name in truth)
+    try:
+        with gather(p):
+            raise KeyError("a script's own")
+    except KeyError:
+        facts["ended"] = type(p) is kind and p.ds_status is states.NOT_AVAILABLE and p.shape == full.shape
+    engine.step()
+    with gather(p):
+        loss_of(engine, engine.global_rank, 1).backward()
+    facts["gradient of a pass in the block"] = p.grad is not None and type(p.grad) is kind
+    return facts
 
 
 def gathered(mine: bytes) -> list[bytes]:
@@ -385,6 +443,7 @@ def surface(folder: str) -> dict[str, object]:
     facts: dict[str, object] = {
         "again": again,
         "whole": whole_parameters(),
+        "by ids": saved_by_ids(),
         "checkpoints": checkpoints(),
         "steps": steps(),
         "topologies": topologies(),

@@ -32,6 +32,11 @@ def test_parameters_gradients_and_moments_are_asked_for_whole(ranks: list[dict],
             assert "has no 'xyzzy' of layers.0.weight now; it has exp_avg, exp_avg_sq" in facts["unknown"]
 
 
+def test_scripts_gather_shards_by_their_ids_through_variables_of_their_own(ranks: list[dict]) -> None:
+    for rank in ranks:
+        assert all(rank["by ids"].values()), [name for name, holds in rank["by ids"].items() if not holds]
+
+
 def test_checkpoints_have_tags_of_which_one_is_the_latest(ranks: list[dict]) -> None:
     for k, rank in enumerate(ranks):
         facts = rank["checkpoints"]

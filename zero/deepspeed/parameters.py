@@ -12,7 +12,9 @@ whole.
 
 from __future__ import annotations
 
+import copy
 import enum
+import itertools
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
@@ -21,6 +23,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from ...comm import SimTransport
 from ...comm.messages import call_of_all, gather_bytes
@@ -34,10 +38,11 @@ log = logging.getLogger(__name__)
 
 
 class ZeroParamStatus(enum.Enum):
-    """DeepSpeed's states of `p.ds_status`, for scripts that import them.
+    """DeepSpeed's states of `p.ds_status`.
 
-    No parameter here has the attributes `ds_id`, `ds_status` and `ds_shape`: at stage 3 `p.shape` and `p.numel()` are
-    those of the whole parameter.
+    Parameters that are divided over ranks (stage 3, tensor slices) have `ds_id`, `ds_status`, `ds_shape` and
+    `ds_numel`, which is how scripts recognise them. Unlike DeepSpeed's, their `p.shape` and `p.numel()` are those of
+    the complete parameter.
     """
 
     AVAILABLE = 1
@@ -47,11 +52,67 @@ class ZeroParamStatus(enum.Enum):
 
 _engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 _warned: set[str] = set()
+_ids = itertools.count()
+
+# In a block of GatheredParameters these still act on the shard, which is what the engine trains.
+_OF_SHARDS = {
+    *(getattr(Tensor.grad, act) for act in ("__get__", "__set__", "__delete__")),
+    getattr(Tensor.requires_grad, "__set__"),  # noqa: B009  # mypy knows no __set__ of a property
+    Tensor.requires_grad_,
+    Tensor.__hash__,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+}
+
+
+class _Gathered(DTensor):
+    """A shard in a block of `GatheredParameters`: operations take the complete parameter, `ds_whole`, in its place.
+
+    A shard takes this class for the length of the block, so that variables from before the block are complete as well.
+    It adds no slots, without which Python would not assign `__class__`.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> Any:
+        if func in _OF_SHARDS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(cls, _whole_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **named: Any) -> str:  # type: ignore[override]
+        return repr(_whole_of(self))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:  # nn.Parameter overrides Tensor's, as below
+        return copy.deepcopy(_whole_of(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _whole_of(self).__reduce_ex__(protocol)
+
+    def full_tensor(self, **named: object) -> Tensor:
+        """Return the complete parameter."""
+        return _whole_of(self)
+
+
+def _whole_of(p: Tensor) -> nn.Parameter:
+    """The complete parameter of a shard in a block, a copy of its own until the block ends."""
+    return cast(nn.Parameter, p.__dict__["ds_whole"])
 
 
 def make_known(engine: DeepSpeedEngine) -> None:
-    """Register an engine, so that its parameters are found. The registry does not keep it alive."""
+    """Register an engine, so that its parameters are found, and mark those that are divided over ranks.
+
+    The registry does not keep the engine alive.
+    """
     _engines.add(engine)
+    for p in engine.module.parameters():
+        if isinstance(p, DTensor):
+            named = {"ds_id": next(_ids), "ds_status": ZeroParamStatus.NOT_AVAILABLE}
+            p.__dict__.update(named, ds_shape=p.shape, ds_numel=p.numel())
 
 
 class _Held(NamedTuple):
@@ -139,10 +200,10 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[list[Tensor]]:
-    """In this block the module's attributes are complete parameters, float32 masters. Yields them, in order.
+    """In this block parameters are complete, float32 masters. Yields them, in order.
 
-    All ranks that hold them. A variable from before the block still refers to a shard: take the parameter from the
-    module, or from the yielded list.
+    All ranks that hold them. Whichever variable refers to a parameter, operations on it take the complete values: `p`,
+    `p.data`, `engine.module.head.weight`. Its `grad` is still that of the shard.
 
     Args:
         params: Parameters of an engine's module, or of no engine, which are whole already.
@@ -164,17 +225,16 @@ def GatheredParameters(
         for engine in engines:
             _check_can_modify(engine, modifier_rank)
             engine.synchronise()
-    whole = _gathered(given, found)
-    shown = [(held, full) for held, full in zip(found, whole, strict=True) if held is not None and full is not held.p]
-    places = [(*place, held.p, cast(nn.Parameter, full)) for held, full in shown for place in _places(held)]
-    for owner, name, _, full in places:
-        owner._parameters[name] = full
+    params = [p if held is None else held.p for p, held in zip(given, found, strict=True)]
+    shown = _gather([held for held in found if held is not None])
     try:
-        yield whole
+        yield params
+        whole = [_whole_of(p) if isinstance(p, _Gathered) else p for p in params]
     finally:
-        for owner, name, p, full in places:
-            if owner._parameters.get(name) is full:
-                owner._parameters[name] = p
+        for p in shown:
+            p.__class__ = DTensor
+            p.__dict__["ds_status"] = ZeroParamStatus.NOT_AVAILABLE
+            del p.__dict__["ds_whole"]
     if modifier_rank is not None:
         with torch.no_grad():
             for held, values in zip(found, whole, strict=True):
@@ -193,25 +253,22 @@ def _check_can_modify(engine: DeepSpeedEngine, rank: int) -> None:
         raise ValueError(f"modifier_rank {rank} is no rank of {engine.world_size}")
 
 
-def _gathered(given: list[Tensor], found: list[_Held | None]) -> list[Tensor]:
-    """The complete parameters. The ranks that hold parts of any meet first."""
-    engine = next((held.engine for held in found if held is not None and hasattr(held.p, "full_tensor")), None)
-    transport = SimTransport() if engine is None else engine.grid.model_parallel_group.transport
-    with call_of_all(transport, "GatheredParameters()"):
-        return [given[k] if held is None else _whole(held.p) for k, held in enumerate(found)]
+def _gather(found: list[_Held]) -> list[Tensor]:
+    """Complete the shards among these parameters, and return them. The ranks that hold parts of any meet first.
 
-
-def _whole(p: nn.Parameter) -> nn.Parameter:
-    """A DTensor's values in one tensor, or the parameter itself."""
-    if not hasattr(p, "full_tensor"):
-        return p
-    return nn.Parameter(gathered(p).detach().clone(), requires_grad=p.requires_grad)
-
-
-def _places(held: _Held) -> list[tuple[nn.Module, str]]:
-    """The modules that have the parameter, each with its name there."""
-    modules = held.engine.module.modules()
-    return [(owner, name) for owner in modules for name, p in owner._parameters.items() if p is held.p]
+    Shards of a block around this one are complete already.
+    """
+    divided = {
+        held.p: held.engine for held in found if isinstance(held.p, DTensor) and not isinstance(held.p, _Gathered)
+    }
+    shards: list[Tensor] = list(divided)
+    group = next((engine.grid.model_parallel_group for engine in divided.values()), None)
+    with call_of_all(SimTransport() if group is None else group.transport, "GatheredParameters()"):
+        whole = [nn.Parameter(gathered(p).detach().clone(), requires_grad=p.requires_grad) for p in shards]
+    for p, full in zip(shards, whole, strict=True):
+        p.__dict__.update(ds_whole=full, ds_status=ZeroParamStatus.AVAILABLE)
+        p.__class__ = _Gathered
+    return shards
 
 
 def _take_from(rank: int, held: _Held | None, full: Tensor) -> None:
