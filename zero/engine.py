@@ -174,7 +174,7 @@ class Engine:
         passes, is_last = self.sharding.passes, self.is_gradient_accumulation_boundary()
         within = self.sharding.backward(is_last=is_last)
         with self._clock.measure("backward"), self._without_traffic(), within, self._naming_peers():
-            if loss.requires_grad or self.grid.data[1] == 1:  # a rank without others gets torch's error
+            if loss.requires_grad or self.grid.shape.data_ranks == 1:  # a rank without others gets torch's error
                 torch.autograd.backward(loss.float() * (self.fp16_scale.value / divisor), retain_graph=retain_graph)
             elif not self._has_warned_of_no_graph:
                 self._has_warned_of_no_graph = True
@@ -382,13 +382,13 @@ class Engine:
         return (result, last) if return_logits else result
 
     def _mean_of_replicas(self, x: Tensor | None) -> Tensor | None:
-        """Return the mean over the ranks that read different data."""
+        """Return the mean over the data ranks."""
         if x is None:
             return None
         mean = x.float().contiguous().clone()
         for axis in ("replica", "shard"):
             self.grid.transports[axis].all_reduce(mean).wait()
-        return (mean / self.grid.data[1]).to(x.dtype)
+        return (mean / self.grid.shape.data_ranks).to(x.dtype)
 
     def _take_batches(
         self, data_iter: Iterator[pipeline.Batch] | None, count: int | None = None

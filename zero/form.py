@@ -38,6 +38,7 @@ _OF_ALL = {
     "bucket_cap_mb",
     "max_consecutive_skips",
     "forward_methods",
+    "sequence",
 }
 """Keys of the block "onebit" that every form acts on."""
 

@@ -35,9 +35,12 @@ class GridShape:
 
     Attributes:
         sizes: Ranks along each axis, in the order of `AXES`.
+        sequence: Ranks that share each sequence. It is no axis but a fold of the data ranks (replica x shard): to the
+            optimizer, and to sharding, a rank of the sequence is a rank of the data. Default 1.
     """
 
     sizes: tuple[int, ...]
+    sequence: int = 1
 
     @property
     def world_size(self) -> int:
@@ -73,11 +76,30 @@ class GridShape:
         kept = {axis: place for axis, place in here.items() if axis not in axes}
         return [r for r in range(self.world_size) if kept.items() <= self.coordinates(r).items()]
 
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks over which the gradients of a stage, or of a slice of it, are averaged."""
+        return self.size("replica") * self.size("shard")
+
+    def data_rank(self, rank: int) -> int:
+        """Return a rank's place among those over which its gradients are averaged: ranks of a replica are adjacent."""
+        here = self.coordinates(rank)
+        return here["replica"] * self.size("shard") + here["shard"]
+
+    def along_sequence(self, rank: int) -> list[int]:
+        """Return the ranks that share sequences with this one, ascending, itself among them: adjacent data ranks."""
+        here, first = self.coordinates(rank), self.data_rank(rank) // self.sequence * self.sequence
+        places = (divmod(k, self.size("shard")) for k in range(first, first + self.sequence))
+        return [self.rank(here | {"replica": replica, "shard": shard}) for replica, shard in places]
+
     def __str__(self) -> str:
-        return " x ".join(f"{axis}={size}" for axis, size in zip(AXES, self.sizes, strict=True))
+        shape = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, self.sizes, strict=True))
+        return shape if self.sequence == 1 else f"{shape}, sequence={self.sequence}"
 
 
-def shape_of(world_size: int, local_size: int | None, given: Mapping[str, int | None]) -> GridShape:
+def shape_of(
+    world_size: int, local_size: int | None, given: Mapping[str, int | None], *, sequence: int | None = None
+) -> GridShape:
     """Compute the grid's sizes. Pure.
 
     An axis without a size has one rank, except two: "shard" takes the ranks of a node that the tensor axis leaves, at
@@ -87,10 +109,11 @@ def shape_of(world_size: int, local_size: int | None, given: Mapping[str, int | 
         world_size: Number of ranks.
         local_size: Ranks on each node; None: not known.
         given: Sizes by axis; None: not given.
+        sequence: Ranks that share each sequence. Default None: one.
 
     Raises:
-        ValueError: The product of the sizes is not the world size, an axis has no such name, or the sizes cannot be
-            derived.
+        ValueError: The product of the sizes is not the world size, an axis has no such name, the sizes cannot be
+            derived, or the data ranks cannot be divided into sequences.
     """
     unknown = [axis for axis in given if axis not in AXES]
     if unknown:
@@ -113,11 +136,20 @@ def shape_of(world_size: int, local_size: int | None, given: Mapping[str, int | 
     for axis, other in (("replica", "shard"), ("shard", "replica")):
         if axis not in sizes:
             sizes[axis] = _share(world_size, fixed * sizes[other], f"{world_size} ranks", sizes)
-    shape = GridShape(tuple(sizes.get(axis, 1) for axis in AXES))
+    shape = GridShape(tuple(sizes.get(axis, 1) for axis in AXES), 1 if sequence is None else sequence)
     if shape.world_size != world_size:
         raise ValueError(
             f"a grid of {shape} has {shape.world_size} ranks, but {world_size} were started; leave out replica=, which "
             "follows from the others"
+        )
+    if shape.sequence < 1 or shape.data_ranks % shape.sequence:
+        raise ValueError(
+            f"{shape.sequence} ranks cannot share each sequence: expected a divisor of the {shape.data_ranks} data "
+            f"ranks of a grid of {shape}"
+        )
+    if shape.sequence > 1 and shape.size("pipe") > 1:
+        raise ValueError(
+            f"a grid of {shape}: a pipeline's stages cannot split sequences over ranks; leave out pipe= or sequence="
         )
     return shape
 
@@ -147,6 +179,7 @@ class Grid:
         world: Transport between all ranks.
         transports: A transport along each axis.
         model_parallel_group: The ranks that hold the parts of this replica.
+        sequence: Transport between the ranks that share sequences with this one.
     """
 
     shape: GridShape
@@ -154,6 +187,7 @@ class Grid:
     world: Transport
     transports: Mapping[str, TorchTransport]
     model_parallel_group: ModelParallelGroup
+    sequence: TorchTransport
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -173,14 +207,15 @@ class Grid:
 
     @property
     def data(self) -> tuple[int, int]:
-        """(this rank's share of the data, number of shares). Ranks of a stage that compute apart read other shares."""
-        here, shape = self.coordinates, self.shape
-        return here["replica"] * shape.size("shard") + here["shard"], shape.size("replica") * shape.size("shard")
+        """(this rank's share of the data, number of shares). Only ranks of a sequence, slice or stage read the same."""
+        shape = self.shape
+        return shape.data_rank(self.world.rank) // shape.sequence, shape.data_ranks // shape.sequence
 
     def close(self) -> None:
         """Wait for all ranks, then release transports and process groups. All ranks; idempotent."""
         for transport in (
             *self.transports.values(),
+            self.sequence,
             self.model_parallel_group.transport,
             self.model_parallel_group.whole,
             self.world,
@@ -188,7 +223,9 @@ class Grid:
             transport.close()
 
 
-def start(*, backend: str | None = None, timeout_s: float = 300.0, **sizes: int | None) -> Grid:
+def start(
+    *, backend: str | None = None, timeout_s: float = 300.0, sequence: int | None = None, **sizes: int | None
+) -> Grid:
     """Make the grid: process groups, mesh, transports. All ranks, once, before anything else that communicates.
 
     The launcher's environment gives the ranks of a node.
@@ -197,6 +234,7 @@ def start(*, backend: str | None = None, timeout_s: float = 300.0, **sizes: int 
         backend: Of torch.distributed. Default None: an initialised torch.distributed as it is, else "nccl" with CUDA
             and "gloo" without.
         timeout_s: How long an operation waits for a peer, in seconds. Default 300.
+        sequence: Ranks that share each sequence. Default None: one.
         **sizes: pipe=, replica=, shard=, tensor=; `shape_of` computes those left out.
 
     Raises:
@@ -206,7 +244,7 @@ def start(*, backend: str | None = None, timeout_s: float = 300.0, **sizes: int 
     is_there = torch.distributed.is_initialized()
     world_size = torch.distributed.get_world_size() if is_there else launch.world_size
     knows_nodes = launch.world_size == world_size
-    shape = shape_of(world_size, launch.local_size if knows_nodes else None, sizes)
+    shape = shape_of(world_size, launch.local_size if knows_nodes else None, sizes, sequence=sequence)
     if backend is None and not is_there:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     if is_there and knows_nodes and "nccl" in torch.distributed.get_backend_config():
@@ -229,7 +267,7 @@ def start(*, backend: str | None = None, timeout_s: float = 300.0, **sizes: int 
                 inner,
                 launch.local_size,
             )
-    return Grid(shape, mesh, world, transports, parts)
+    return Grid(shape, mesh, world, transports, parts, world.split(shape.along_sequence(world.rank)))
 
 
 def choose_device(launch: Launch) -> None:

@@ -143,7 +143,7 @@ class Guard:
         is_edited = self._sample is not None and not self._sample[1].is_still(self._sample[0])
         self._sample = None
         divides = engine.sharding.divides_parameters  # clip_grad_norm_ is right on DTensors of one replica
-        others = engine.grid.transport.world_size if divides else engine.grid.data[1]
+        others = engine.grid.transport.world_size if divides else engine.grid.shape.data_ranks
         if is_edited and not engine.form.steps_apart and others > 1:
             self._warn(_EDITED)
         steps = engine.gradient_accumulation_steps()

@@ -112,7 +112,11 @@ def initialize(
     # Make the grid, and find this rank's part of the model.
     if grid is None:
         grid = grids.start(
-            timeout_s=timeout_s, pipe=read.pipeline.ranks, shard=shard_ranks(read, launch), tensor=read.onebit.tensor
+            timeout_s=timeout_s,
+            sequence=read.sequence_ranks,
+            pipe=read.pipeline.ranks,
+            shard=shard_ranks(read, launch),
+            tensor=read.onebit.tensor,
         )
     loss_fn, stages = (huggingface.loss_of(model), {}) if huggingface.is_decoder(model) else (None, {})
     if isinstance(model, PipelineModule):
@@ -237,6 +241,7 @@ def _read(config: ConfigLike, launch: Launch, grid: Grid | None, fills: Fills) -
         read = read_config(config, world_size=launch.world_size, rank=launch.rank, **fills)
     else:
         fills.setdefault("stages", grid.shape.size("pipe"))
+        fills.setdefault("sequence_ranks", grid.shape.sequence)
         world, alike = grid.world, grid.world.world_size // grid.data[1]
         read = read_config(config, world_size=world.world_size, rank=world.rank, ranks_per_batch=alike, **fills)
         if read.onebit.tensor not in (None, grid.shape.size("tensor")):

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from onebit import zero
-from onebit.comm import init
+from onebit.comm import Codec, Transport, init
 from onebit.comm.messages import gather_bytes
 from onebit.zero.features import FEATURES
 from onebit.zero.forms import FORMS
 from onebit.zero.forms.dense import Dense
+from onebit.zero.sequence import Pieces, ring_attention
 
 FIRST, MORE = 6, 4
 CONTEXT, VOCABULARY = 16, 20
@@ -25,15 +26,24 @@ CONTEXT, VOCABULARY = 16, 20
 class Net(nn.Module):
     """Attention over four heads that a configuration may replace, layers that it may quantize, sequences to be cut."""
 
-    heads, is_causal = 4, False
+    heads, is_causal, sequence = 4, False, None
 
     def __init__(self) -> None:
         super().__init__()
         self.core_attention = nn.functional.scaled_dot_product_attention
         self.embed, self.out = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
 
+    def split_sequences(self, transport: Transport, codec: Codec | None) -> None:
+        self.sequence, pieces = transport, Pieces(CONTEXT, transport.world_size)
+        self.core_attention = lambda q, k, v: ring_attention(q, k, v, transport, pieces, is_causal=False, codec=codec)
+
+    def piece(self, x: Tensor) -> Tensor:
+        if self.sequence is None:
+            return x
+        return Pieces(x.shape[1], self.sequence.world_size).cut(x, self.sequence.rank)
+
     def forward(self, tokens: Tensor) -> Tensor:
-        x_BHSd = self.embed(tokens).unflatten(2, (4, 4)).transpose(1, 2)
+        x_BHSd = self.embed(self.piece(tokens)).unflatten(2, (4, 4)).transpose(1, 2)
         y_BSD = self.core_attention(x_BHSd, x_BHSd, x_BHSd).transpose(1, 2).flatten(2)
         return self.out(y_BSD)
 
@@ -76,7 +86,8 @@ def train(engine: zero.Engine, steps: int, factors: Mapping[int, float] | None =
     for step in range(steps):
         for _ in range(engine.gradient_accumulation_steps()):
             tokens, targets = next(batches)
-            loss = nn.functional.cross_entropy(engine(tokens).float().flatten(0, 1), targets.flatten())
+            logits, targets = engine(tokens).float(), engine.module.piece(targets)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
             engine.backward(loss * (factors or {}).get(step, 1.0))
             engine.step()
             losses.append(float(loss))

@@ -150,6 +150,7 @@ def trains_json(files: Sequence[str], folder: str) -> dict[str, str]:
     os.chdir(folder)
     transport = init("gloo", levels=1)
     sharded, whole, problems = grids.start(shard=transport.world_size), grids.start(shard=1), {}
+    split = grids.start(shard=transport.world_size, sequence=transport.world_size)
     for file in files:
         text = Path(file).read_text()
         config = json.loads(text)
@@ -157,13 +158,17 @@ def trains_json(files: Sequence[str], folder: str) -> dict[str, str]:
             config.pop("train_batch_size", None)  # of a world of another size
         fills = {name: value for name, value in FILLS.items() if f'"{name}": "auto"' in text}
         adamw = None if '"optimizer"' in text else partial(torch.optim.AdamW, lr=1e-3)
+        model = Attending() if "sparse_attention" in config else net()
+        is_split = config.get("sequence_parallel_size", 1) != 1
+        if is_split:  # its tokens do not attend to each other, so each rank of a sequence may compute all of them
+            model.split_sequences = lambda transport, codec: None
         try:
             engine, *_ = zero.initialize(
-                model=Attending() if "sparse_attention" in config else net(),
+                model=model,
                 config=config,
                 optimizer=adamw,
                 training_data=dataset(),
-                grid=sharded if config.get("zero_optimization", {}).get("stage") else whole,
+                grid=split if is_split else sharded if config.get("zero_optimization", {}).get("stage") else whole,
                 **fills,
             )
             losses = train(engine, 2)
@@ -171,8 +176,8 @@ def trains_json(files: Sequence[str], folder: str) -> dict[str, str]:
                 problems[file] = f"losses {losses}"
         except Exception as error:
             problems[file] = f"{type(error).__name__}: {error}"
-    sharded.close()
-    whole.close()
+    for grid in (sharded, whole, split):
+        grid.close()
     return problems
 
 

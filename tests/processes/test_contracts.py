@@ -44,9 +44,9 @@ def test_a_feature_is_off_until_a_block_of_its_own_asks_for_it(feature: type[Fea
     plain = zero.read_config(config_of(Dense.example, "/files", 1), world_size=1)
     assert feature.of(Asked(plain, Net(), 0)) is None and features_of(Asked(plain, Net(), 0)) == ()
     assert set(feature.example) <= set(feature.blocks) <= {field.name for field in fields(zero.Config)}
-    config = config_of(Dense.example, "/files", 1, **feature.example)
-    read = zero.read_config(config, world_size=1)
-    assert zero.read_config(read.to_dict(), world_size=1) == read != plain
+    config = config_of(Dense.example, "/files", 2, **feature.example)
+    read = zero.read_config(config, world_size=2)
+    assert zero.read_config(read.to_dict(), world_size=2) == read != plain
     model = zero.init_compression(Net(), config) if "compression_training" in config else Net()
     assert [type(each) for each in features_of(Asked(read, model, 0))] == [feature]
 

@@ -202,7 +202,7 @@ def test_a_window_that_holds_the_sequence_is_none() -> None:
 
 
 def test_models_of_other_kinds_are_refused() -> None:
-    with pytest.raises(ValueError, match="Linear is no model of transformers; call ring_attention"):
+    with pytest.raises(ValueError, match="Linear is no model of transformers, and has no method split_sequences"):
         sequence_parallel(nn.Linear(2, 2), SimTransport())
     t5 = transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)

@@ -284,7 +284,7 @@ def test_what_initialize_refuses_before_any_rank_is_asked() -> None:
         ({}, TypeError, "expected model=, a torch.nn.Module or a PipelineModule, got NoneType"),
         ({"model": net}, ValueError, "no configuration: pass config="),
         ({"model": net, "config": config, "config_params": config}, ValueError, "as config and as config_params"),
-        ({"model": net, "config": config, "mesh_param": (1, 1)}, ValueError, "mesh_param is not supported"),
+        ({"model": net, "config": config, "mesh_param": (1, 2)}, ValueError, "product is the 1 ranks"),
         (
             {"model": net, "config": config, "model_parameters": net},
             TypeError,

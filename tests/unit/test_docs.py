@@ -34,7 +34,7 @@ from onebit.cli.cluster import available
 from onebit.comm import Transport
 from onebit.step.stats import Stats
 from onebit.zero.config.local_steps import LocalRounds
-from onebit.zero.config.sections import Onebit
+from onebit.zero.config.sections import Onebit, Sequence
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -534,6 +534,7 @@ def test_every_key_of_the_block_onebit_is_explained_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| .* \| ([^|]+) \| [^|]+ \|$", text, re.MULTILINE))
     keys = {field.name: getattr(Onebit(), field.name) for field in fields(Onebit)}
     assert keys.pop("local_steps") == LocalRounds() and rows.pop("local_steps") == "none"
+    assert keys.pop("sequence") == Sequence() and rows.pop("sequence") == "none"
     said = {name: default.strip("`") for name, default in rows.items()}
     assert said == {name: "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
                     for name, value in keys.items()}  # fmt: skip

@@ -103,3 +103,27 @@ def test_a_rank_of_a_group_that_the_script_made_computes_on_its_own_gpu(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.__setitem__(0, device))
     choose_device(Launch("torchrun", local_rank, 4, local_rank, 4))
     assert current == [used]
+
+
+def test_ranks_of_a_sequence_are_adjacent_data_ranks() -> None:
+    """A fold of replica x shard: with two tensor ranks, every other rank."""
+    shape = GridShape((1, 2, 4, 2), sequence=2)
+    assert [shape.along_sequence(rank) for rank in (0, 1, 2, 5)] == [[0, 2], [1, 3], [0, 2], [5, 7]]
+    assert GridShape((1, 4, 2, 1), sequence=4).along_sequence(5) == [4, 5, 6, 7]
+    lines = {tuple(shape.along_sequence(rank)) for rank in range(16)}
+    assert sorted(rank for line in lines for rank in line) == list(range(16))
+    assert shape.data_ranks == 8 and str(shape).endswith("sequence=2")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sequence", "says"),
+    [
+        ({"shard": 2}, 3, "3 ranks cannot share each sequence: expected a divisor of the 4 data ranks"),
+        ({"shard": 1, "tensor": 2}, 4, "a divisor of the 2 data ranks"),
+        ({"shard": 2}, 0, "0 ranks cannot share"),
+        ({"shard": 1, "pipe": 2}, 2, "a pipeline's stages cannot split sequences"),
+    ],
+)
+def test_sequences_that_the_data_ranks_do_not_divide_are_refused(sizes: dict, sequence: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        shape_of(4, 4, sizes, sequence=sequence)

@@ -43,6 +43,7 @@ _FILES = "files are read ahead and written in the background, in chunks, by thre
 _PIECES = "parameters are read in pieces of a chunk's size, buffer_count of them; nothing else of them is in memory"
 _MEAN = "gradients are summed in float32, which neither overflows nor needs a factor"
 _FINITE = "gradients that are not finite are always noticed, and the step skipped"
+_SEQUENCE = 'the format of keys and values is "onebit": {"sequence": {"codec": ...}}; their gradients travel in float32'
 _FREE = "train it without, or with the package it comes from"
 
 FP16 = {
@@ -258,9 +259,8 @@ TOP_LEVEL = {
     "prescale_gradients": Inert(BOOL, _MEAN, fine=(False,)),
     "gradient_predivide_factor": Inert(FLOAT, _MEAN, fine=(1.0,)),
     "gradient_allreduce_op": Inert(TEXT, "gradients are averaged", fine=("mean",), refused=True),
-    "seq_parallel_communication_data_type": Inert(TEXT, "there is no sequence parallelism"),
-    "seq_parallel_comm_data_type": Inert(TEXT, "there is no sequence parallelism"),
-    "sequence_parallel_size": Inert(INT, "there is no sequence parallelism", fine=(1,), refused=True),
+    "seq_parallel_communication_data_type": Inert(TEXT, _SEQUENCE),
+    "seq_parallel_comm_data_type": Inert(TEXT, _SEQUENCE),
     "managed_gradient_accumulation": Inert(BOOL, "engine.step() counts the micro-batches", fine=(True,), refused=True),
     "zero_allow_untested_optimizer": Inert(BOOL, "any optimizer is taken", fine=(True, False)),
     "zero_force_ds_cpu_optimizer": Inert(BOOL, "offloaded state is stepped by one optimizer", fine=(True, False)),

@@ -303,6 +303,23 @@ class Pipelining:
 
 
 @dataclass(frozen=True)
+class Sequence:
+    """How the ranks of a sequence exchange keys and values, if sequence_parallel_size is above 1.
+
+    codec: format in which they travel; null: uncompressed. block: elements per scale of int8 and int4. See
+    `sequence/ring.py`.
+    """
+
+    codec: str | None = key(None, TEXT, null=True, choices=("bf16", "int8", "int4"))
+    block: int = key(64, INT, least=64)
+
+    def __post_init__(self) -> None:
+        check_block(self)
+        if self.block % 64:
+            raise ValueError(f"expected block to be a multiple of 64, got {self.block}")
+
+
+@dataclass(frozen=True)
 class Onebit:
     """The block "onebit" of the file, for options without a key of DeepSpeed. Every key may be left out.
 
@@ -325,6 +342,7 @@ class Onebit:
             gathers for them as well.
         activation_folder: Folder for a file in which checkpointed activations wait for the backward pass; null: none.
         local_steps: Rounds of differences around a dense optimizer, see there.
+        sequence: Keys and values between the ranks of a sequence, see there.
     """
 
     sharding: str = key("auto", TEXT, choices=("auto", "intra_node", "inter_node"))
@@ -345,6 +363,7 @@ class Onebit:
     forward_methods: tuple[str, ...] = key((), TEXTS)
     activation_folder: str | None = key(None, TEXT, null=True)
     local_steps: LocalRounds = schema.block(LocalRounds)  # `block` is a key here
+    sequence: Sequence = schema.block(Sequence)
 
     def __post_init__(self) -> None:
         check_block(self)

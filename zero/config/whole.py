@@ -86,6 +86,7 @@ class Fills(TypedDict, total=False):
     cycle_max_lr: float
     cycle_first_step_size: int
     stages: int
+    sequence_ranks: int
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class _TopLevel:
     gradient_accumulation_steps: int | None = key(None, INT, fill="gradient_accumulation_steps", null=True, least=1)
     gradient_clipping: float = key(0.0, FLOAT, fill="gradient_clipping", least=0)
     communication_data_type: str | None = key(None, TEXT, null=True, choices=DTYPES)
+    sequence_parallel_size: int | None = key(None, INT, fill="sequence_ranks", null=True, least=1)
     steps_per_print: int | None = key(10, PERIOD, least=1)
     wall_clock_breakdown: bool = key(False, BOOL)
     dump_state: bool = key(False, BOOL)
@@ -133,6 +135,11 @@ class _TopLevel:
                 'torch_autocast casts in the forward pass of a float32 model: enable neither "fp16" nor "bf16", nor '
                 "pipeline stages, with it"
             )
+        if self.sequence_ranks > 1 and self.pipeline.ranks > 1:
+            raise ValueError(
+                f"sequence_parallel_size is {self.sequence_ranks}, and pipeline.stages {self.pipeline.ranks}: the "
+                "stages of a pipeline cannot split sequences over ranks; leave one of them out"
+            )
         if self.curriculum_learning.enabled and self.data_efficiency.data_sampling.enabled:
             raise ValueError(
                 "curriculum_learning, the older block, and data_efficiency.data_sampling are both enabled; write the "
@@ -148,6 +155,11 @@ class _TopLevel:
                 "onebit.warmup_codec and communication_data_type both set the format of gradients; keep one of them"
             )
 
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that share each sequence."""
+        return self.sequence_parallel_size or 1
+
 
 @dataclass(frozen=True)
 class Config(_TopLevel):
@@ -157,6 +169,7 @@ class Config(_TopLevel):
 
     Attributes:
         world_size: Ranks that read different data.
+        sequence_parallel_size: Ranks that share each sequence; None: one, or those of the given grid.
         optimizer: Name and parameters; None: the file has no optimizer.
         scheduler: Name and parameters; None: the file has no scheduler.
         communication_data_type: Format of gradients; None: eight bits for one-bit optimizers, float32 for others.
@@ -236,7 +249,7 @@ def read_config(
         world_size: Number of all ranks.
         rank: This rank; rank 0 logs warnings. Default 0.
         ranks_per_batch: Ranks that read the same batch, if a grid is given. Default None: from the file's pipeline
-            stages and onebit.tensor.
+            stages, onebit.tensor and sequence_parallel_size.
         **fills: Values for "auto", see `Fills`.
 
     Raises:
@@ -321,11 +334,12 @@ def _make(config: object, world_size: int, ranks_per_batch: int | None, reading:
         read_compression(top.compression_training, reading)  # what `init_compression` acts on is checked here already
     if top.communication_data_type == "fp16":
         reading.warnings.append(f"{reading.at('communication_data_type')} fp16 is taken as bf16: as many bytes")
-    alike = (top.onebit.tensor or 1) * top.pipeline.ranks if ranks_per_batch is None else ranks_per_batch
+    alike = (top.onebit.tensor or 1) * top.pipeline.ranks * top.sequence_ranks
+    alike = alike if ranks_per_batch is None else ranks_per_batch
     if world_size % alike:
         raise ValueError(
             f"{reading.source}: {world_size} ranks cannot be divided by the {alike} that read each batch together; "
-            f"start a multiple of {alike}, or change pipeline.stages or onebit.tensor"
+            f"start a multiple of {alike}, or change pipeline.stages, onebit.tensor or sequence_parallel_size"
         )
     world_size //= alike
     sizes = top.train_batch_size, top.train_micro_batch_size_per_gpu, top.gradient_accumulation_steps

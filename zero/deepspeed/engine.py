@@ -339,8 +339,41 @@ class DeepSpeedEngine(Engine):
     get_model_parallel_rank = get_tensor_parallel_rank
 
     @property
+    def sequence_parallel_size(self) -> int:
+        """Number of ranks that share each sequence."""
+        return self.grid.shape.sequence
+
+    @property
+    def seq_parallel_group(self) -> torch.distributed.ProcessGroup:
+        """The process group of the ranks that share sequences with this one."""
+        return self.grid.sequence.group
+
+    def get_sequence_parallel_group(self) -> torch.distributed.ProcessGroup:
+        """The process group of the ranks that share sequences with this one."""
+        return self.seq_parallel_group
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Number of ranks over which gradients are averaged: of all sequences and all shares of the data."""
+        return self.grid.shape.data_ranks
+
+    @property
     def data_parallel_group(self) -> torch.distributed.ProcessGroup:
         """The process group of the ranks that read different data and hold this stage.
+
+        Raises RuntimeError if they have no single group: replicas of shards in a pipeline or of tensor slices, or
+        sequences that are split.
+        """
+        if self.grid.shape.sequence > 1:
+            raise RuntimeError(
+                f"no process group has ranks of different sequences of a grid of {self.grid.shape}; gradients are "
+                "averaged over engine.seq_data_parallel_group, whose ranks read engine.dp_world_size shares of the data"
+            )
+        return self.seq_data_parallel_group
+
+    @property
+    def seq_data_parallel_group(self) -> torch.distributed.ProcessGroup:
+        """The process group of the ranks over which the gradients of this stage are averaged.
 
         Raises RuntimeError if they have no single group: replicas of shards in a pipeline or of tensor slices.
         """

@@ -52,7 +52,7 @@ def initialize(
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], object] | None = None,
     config: ConfigLike | None = None,
-    mesh_param: None = None,
+    mesh_param: tuple[int, int] | None = None,
     config_params: ConfigLike | None = None,
     *,
     grid: Grid | None = None,
@@ -81,7 +81,8 @@ def initialize(
         collate_fn: As in DataLoader. Default None.
         config: The configuration: a file's name or a dict, see `read_config`. Default None: config_params, or the file
             of args.
-        mesh_param: Must be None: there is no sequence parallelism.
+        mesh_param: Shares of the data, and ranks that share each sequence, as sequence_parallel_size in the
+            configuration. Default None: the configuration's.
         config_params: As config. Default None.
         grid: Layout of the ranks. Default None: the launcher's ranks, sharded inside each node if the stage asks for
             it.
@@ -103,13 +104,20 @@ def initialize(
         ImportError: An optional package is missing.
     """
     model = initializing.checked(model)
-    if mesh_param is not None:
-        raise ValueError("mesh_param is not supported: there is no sequence parallelism; pass grid= for other axes")
     if dist_init_required is False or distributed_port is not None:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     given = _named_config(config, config_params, args)
+    world_size = detect(os.environ).world_size if grid is None else grid.world.world_size
+    if mesh_param is not None:
+        shares, ranks = mesh_param
+        if shares * ranks != world_size:
+            raise ValueError(
+                f"mesh_param={tuple(mesh_param)}: expected numbers whose product is the {world_size} ranks; correct "
+                "them, or write sequence_parallel_size into the configuration, and pass grid= for other axes"
+            )
+        fills.setdefault("sequence_ranks", ranks)
     if mpu is not None:
-        check_mpu(mpu, detect(os.environ).world_size if grid is None else grid.world.world_size)
+        check_mpu(mpu, world_size)
     engine, made, loader, scheduler = initializing.initialize(
         DeepSpeedEngine,
         model,

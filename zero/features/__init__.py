@@ -8,11 +8,13 @@ from .comms_logger import CommsLogger
 from .compression import Compression
 from .data_efficiency import DataEfficiency
 from .flops_profiler import FlopsProfiler
+from .sequence_parallelism import SequenceParallelism
 from .sparse_attention import SparseAttention
 
 FEATURES: tuple[type[Feature], ...] = (
     Compression,
     SparseAttention,
+    SequenceParallelism,
     DataEfficiency,
     FlopsProfiler,
     CommsLogger,

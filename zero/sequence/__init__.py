@@ -3,12 +3,13 @@
     onebit.zero.sequence_parallel(model, transport)    # a model of transformers, in place
     model(input_ids=ids, labels=ids).loss.backward()   # on all ranks with the whole batch; each computes its piece
 
-`pieces.py` cuts a sequence, `ring.py` is the attention, `local.py` one block of it, `huggingface.py` its use in models.
+`pieces.py` cuts a sequence, `ring.py` is the attention, `local.py` one block of it, `models.py` splits the sequences of
+models, with `huggingface.py` for those of transformers.
 See docs/long-sequences.md.
 """
 
-from .huggingface import sequence_parallel
+from .models import SplitsSequences, sequence_parallel
 from .pieces import Pieces
 from .ring import ring_attention
 
-__all__ = ["Pieces", "ring_attention", "sequence_parallel"]
+__all__ = ["Pieces", "SplitsSequences", "ring_attention", "sequence_parallel"]

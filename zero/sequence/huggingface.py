@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import zlib
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -35,40 +36,27 @@ _PLAIN = (bool, int, float, str, type(None))
 _under_way: ContextVar[_Holder] = ContextVar("the model in whose forward pass this thread is")
 
 
-def sequence_parallel(model: nn.Module, transport: Transport, *, codec: Codec | None = None) -> nn.Module:
-    """Split the sequences of a transformers model over ranks, in place. All ranks.
-
-    From now on all ranks call the model with the same whole batch: input_ids or inputs_embeds, and, if given,
-    token_type_ids, labels, and an attention_mask without padding, or with padding after the tokens of a causal model.
-    Each computes its piece, see `Pieces`: positions are those in the whole sequence, labels are shifted before the cut,
-    and outputs such as logits are the piece's. The loss is the sum over the piece's tokens, divided by 1/W of all that
-    count. The mean of the ranks' losses, and so of their gradients, is that of the whole batch: to an optimizer, and in
-    the engine, a rank of the sequence is a rank of the data.
+def check_splits(model: nn.Module, rank: int) -> None:
+    """Check that sequences of this model can be split.
 
     Args:
-        model: A model of transformers whose attention comes from its registry of attention functions.
-        transport: Between the ranks of the sequence.
-        codec: Format in which keys and values travel; see `ring_attention`. Default None: as they are.
-
-    Returns:
-        The model.
+        model: The model.
+        rank: This rank, for the message.
 
     Raises:
-        ValueError: It is no such model, or some of its layers have another kind of attention. Its forward raises it if
-            ranks have different inputs, and for what ring attention does not have: dropout, packed documents, a window
-            shorter than the sequence, caches.
+        ValueError: It is no model of transformers, is split already, or some layers have another kind of attention.
     """
-    from transformers import PreTrainedModel
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    rank = transport.rank
-    if not isinstance(model, PreTrainedModel):
+    transformers = sys.modules.get("transformers")  # whoever has a model of transformers has imported it
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         raise ValueError(
-            f"rank {rank}: {type(model).__name__} is no model of transformers; call ring_attention in its attention"
+            f"rank {rank}: {type(model).__name__} is no model of transformers, and has no method split_sequences("
+            "transport, codec); write one that calls ring_attention in its attention (docs/long-sequences.md)"
         )
     if any(_HOLDER in module.__dict__ for module in model.modules()):
-        raise ValueError(f"rank {rank}: the sequences of this {type(model).__name__} are split already")
+        raise ValueError(
+            f"rank {rank}: the sequences of this {type(model).__name__} are split already; call sequence_parallel "
+            "once, or leave it to initialize() with sequence_parallel_size"
+        )
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - {"full_attention"}
     if kinds - {"sliding_attention"} or getattr(model.config, "is_encoder_decoder", False):
         what = ", ".join(sorted(kinds)) or "an encoder and a decoder"
@@ -78,6 +66,19 @@ def sequence_parallel(model: nn.Module, transport: Transport, *, codec: Codec | 
             f"rank {rank}: {mixing} of {type(model).__name__} mixes tokens as attention does, and would see those of "
             "its own piece alone; the model's sequences cannot be split over ranks"
         )
+
+
+def split_sequences(model: Any, transport: Transport, codec: Codec | None) -> None:
+    """Split the sequences of a model that `check_splits` has passed, in place. All ranks.
+
+    Args:
+        model: A model of transformers.
+        transport: Between the ranks of the sequence.
+        codec: Format in which keys and values travel; None: as they are.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         first = int(model.config.pad_token_id) + 1  # RoBERTa and its relatives
     else:
@@ -91,7 +92,6 @@ def sequence_parallel(model: nn.Module, transport: Transport, *, codec: Codec | 
     model.set_attn_implementation(NAME)
     model.register_forward_pre_hook(holder.cut, with_kwargs=True)
     model.register_forward_hook(holder.finish)
-    return model
 
 
 class _Holder:

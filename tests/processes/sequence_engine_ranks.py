@@ -1,0 +1,138 @@
+"""What the ranks of test_sequence_engine.py do: two sequences at a time, each on two of four ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sequence_ranks import llama
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from onebit import zero
+from onebit.comm import init
+from onebit.zero import grid as grids
+
+STEPS, RESUMED, ROWS, LENGTH = 4, 2, 8, 21
+DENSE = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4}}
+ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 1e-3, "eps": 1e-4, "freeze_step": 99}}
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    **{f"stage {stage}": (stage, DENSE, {}) for stage in range(4)},
+    "tensor": (2, DENSE, {"tensor": 2, "ranks_per_node": 4}),
+    "one bit in nodes": (2, ONE_BIT, {"warmup_codec": "fp32", "ranks_per_node": 2}),
+    "one bit replicated": (0, ONE_BIT, {"warmup_codec": "fp32"}),
+    "local steps": (1, DENSE, {"local_steps": {"every": 1, "codec": "fp32"}, "ranks_per_node": 2}),
+}
+"""Stage, optimizer and the block "onebit": all but local steps equal AdamW in one process."""
+
+
+def dataset() -> TensorDataset:
+    return TensorDataset(torch.randint(1, 97, (STEPS * ROWS, LENGTH), generator=torch.Generator().manual_seed(1)))
+
+
+def config_of(case: str, sequence: int | None) -> dict[str, Any]:
+    stage, optimizer, ours = CASES[case]
+    return {
+        "train_batch_size": ROWS,
+        "gradient_accumulation_steps": 2,
+        "sequence_parallel_size": sequence,
+        "optimizer": optimizer,
+        "zero_optimization": {"stage": stage},
+        "onebit": ours,
+    }
+
+
+def start(case: str, sequence: int | None, **given: Any) -> zero.DeepSpeedEngine:
+    config = config_of(case, sequence)
+    return zero.initialize(model=llama(), config=config, training_data=dataset(), **given)[0]
+
+
+def train(engine: zero.DeepSpeedEngine, steps: int) -> list[float]:
+    losses, batches = [], zero.data.forever(engine.loader)
+    for _ in range(2 * steps):
+        (ids,) = next(batches)
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    return losses
+
+
+def two_by_two(folder: str) -> None:
+    """Write what this rank finds to a file."""
+    torch.set_num_threads(1)
+    world = init("gloo", levels=1)
+    facts: dict[str, Any] = {}
+    for case in CASES:
+        engine = start(case, 2)
+        shape = engine.grid.shape
+        losses = train(engine, STEPS)
+        facts[case] = {
+            "weights": engine.module_state_dict(),
+            "loss": losses,
+            "data": (engine.grid.data, engine.dp_world_size, engine.seq_dp_world_size * shape.size("tensor")),
+            "sequence": (engine.sequence_parallel_size, engine.get_sequence_parallel_group().size()),
+        }
+        if case in ("stage 0", "stage 2", "one bit in nodes"):
+            first, second = start(case, 2), start(case, 2)
+            train(first, RESUMED)
+            first.save_checkpoint(f"{folder}/{case}")
+            second.load_checkpoint(f"{folder}/{case}")
+            again = train(second, STEPS - RESUMED) == losses[2 * RESUMED :]
+            pairs = zip(second.module_state_dict().values(), facts[case]["weights"].values(), strict=True)
+            facts[case]["resumed"] = again and all(torch.equal(a, b) for a, b in pairs)
+        if case == "stage 2":
+            for sequence in (1, 4):
+                other = start(case, sequence)
+                other.load_checkpoint(f"{folder}/{case}")
+                train(other, STEPS - RESUMED)
+                facts[f"{case}, then {sequence}"] = {"weights": other.module_state_dict()}
+    with_grid = start("stage 1", None, grid=grids.start(timeout_s=30.0, shard=4, sequence=2))
+    train(with_grid, STEPS)
+    facts["stage 1 on a grid"] = {"weights": with_grid.module_state_dict()}
+    engine = start("stage 1", None, mesh_param=(2, 2))
+    facts["mesh"] = engine.grid.shape.sequence
+    torch.save(facts | {"refused": refused()}, f"{folder}/{world.rank}.pt")
+
+
+def refused() -> dict[str, str]:
+    words: dict[str, str] = {}
+
+    def note(name: str, act: Any) -> None:
+        try:
+            act()
+            words[name] = "nothing"
+        except (ValueError, RuntimeError) as error:
+            words[name] = str(error)
+
+    def local(ours: dict[str, Any], optimizer: dict[str, Any]) -> Any:
+        config = config_of("stage 0", 2) | {"onebit": ours, "optimizer": optimizer}
+        return lambda: zero.initialize(model=llama(), config=config)
+
+    engine = start("stage 1", 2)
+    rank = engine.grid.world.rank
+    ids = torch.ones(2, LENGTH + rank % 2, dtype=torch.int64)
+    note("lengths", lambda: engine(input_ids=ids, labels=ids))
+    note("group", lambda: engine.data_parallel_group)
+    own = {"model": nn.Linear(2, 2), "config": config_of("stage 1", 2)}
+    note("own attention", lambda: zero.initialize(**own))
+    note("ranks", lambda: start("stage 1", 3))
+    note("local", local({"local_steps": {"every": 2}}, DENSE))
+    note("0/1", local({}, {"type": "ZeroOneAdam", "params": {"lr": 1e-3, "local_step_clipper": "auto"}}))
+    note("stages", lambda: zero.initialize(model=llama(), config=config_of("stage 1", 2) | {"pipeline": {"stages": 2}}))
+    split = zero.sequence_parallel(llama(), engine.grid.sequence)
+    note("twice", lambda: zero.initialize(model=split, config=config_of("stage 1", 2), grid=engine.grid))
+    sparse = config_of("stage 1", 2) | {"sparse_attention": {"mode": "fixed", "block": 4}}
+    note("sparse", lambda: zero.initialize(model=llama(), config=sparse))
+    return words
+
+
+def alone() -> dict[str, torch.Tensor]:
+    """The same batches by torch, in one process."""
+    model, loader = llama(), zero.data.ShardedLoader(dataset(), ROWS, rank=0, world_size=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.0)
+    for (ids,) in loader:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()

@@ -1,0 +1,73 @@
+"""Sequences that are split over ranks; see `../sequence/`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import nn
+
+from ...comm import codec_named
+from ..config.entries.zero_one_adam import ZeroOneAdamParams
+from ..config.whole import Config
+from ..feature import Asked, Feature
+from ..grid import Grid
+from ..parallel.tensor import splits_sequence
+from ..sequence.models import check_splits, sequence_parallel
+
+log = logging.getLogger(__name__)
+
+
+class SequenceParallelism(Feature):
+    """Splits the model's sequences before it is sharded, and does nothing in a step.
+
+    Args:
+        config: The configuration.
+    """
+
+    blocks = ("sequence_parallel_size",)
+    example: ClassVar[Mapping[str, object]] = {"sequence_parallel_size": 2}
+
+    def __init__(self, config: Config):
+        self._config = config
+
+    @classmethod
+    def of(cls, asked: Asked) -> SequenceParallelism | None:
+        config, given = asked.config, asked.config.onebit.sequence
+        if config.sequence_ranks == 1:
+            if given.codec is not None and asked.rank == 0:
+                log.warning("onebit.sequence.codec has no effect: sequence_parallel_size is 1")
+            return None
+        others = {
+            "sparse_attention": config.sparse_attention.mode is not None,
+            "data_efficiency.data_routing.random_ltd": config.data_efficiency.random_ltd is not None,
+            "a tensor plan that splits the sequence between layers": splits_sequence(asked.tensor_plan or {}),
+        }
+        if other := next((name for name, is_there in others.items() if is_there), None):
+            raise ValueError(
+                f"rank {asked.rank}: sequence_parallel_size is {config.sequence_ranks}, and {other} needs whole "
+                "sequences on each rank; leave one of them out"
+            )
+        check_splits(asked.outline, asked.rank)
+        return cls(config)
+
+    def prepare(self, model: nn.Module, grid: Grid, *, is_part: bool) -> None:
+        shards, ranks = grid.shape.size("shard"), grid.shape.sequence
+        if _replicas_differ(self._config) and shards % ranks:
+            raise ValueError(
+                f"rank {grid.world.rank}: the {ranks} ranks of a sequence need equal weights, and between its rounds "
+                f"this optimizer keeps them equal only inside a replica, of {shards} ranks here; raise "
+                "onebit.ranks_per_node to a multiple of sequence_parallel_size at stage 1 to 3, or take an optimizer "
+                "that exchanges in every step"
+            )
+        given = self._config.onebit.sequence
+        codec = None if given.codec is None else codec_named(given.codec, given.block)
+        sequence_parallel(model, grid.sequence, codec=codec)
+
+
+def _replicas_differ(config: Config) -> bool:
+    """Whether replicas take steps between their exchanges."""
+    params = None if config.optimizer is None else config.optimizer.params
+    skips = isinstance(params, ZeroOneAdamParams) and params.local_step_clipper != 1
+    return config.onebit.local_steps.is_on or skips

@@ -1,0 +1,76 @@
+"""Which models split their sequences: those of transformers, and those that have a method for it."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar, runtime_checkable
+
+from torch import nn
+
+from ...comm import Codec, Transport
+from . import huggingface
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@runtime_checkable
+class SplitsSequences(Protocol):
+    """A model that computes its own attention, and can do so on pieces of sequences."""
+
+    def split_sequences(self, transport: Transport, codec: Codec | None) -> None:
+        """From now on, compute a rank's piece of each sequence, with `ring_attention`.
+
+        All ranks of the transport call forward with the same whole batch. The mean of their losses, and so of their
+        gradients, must be that of the whole batch.
+
+        Args:
+            transport: Between the ranks of a sequence.
+            codec: Format in which keys and values travel; None: as they are.
+        """
+
+
+def check_splits(model: nn.Module, rank: int) -> None:
+    """Check that sequences of this model can be split. No communication.
+
+    Args:
+        model: The model.
+        rank: This rank, for the message.
+
+    Raises:
+        ValueError: They cannot, or are split already.
+    """
+    if not isinstance(model, SplitsSequences):
+        huggingface.check_splits(model, rank)
+
+
+def sequence_parallel(model: M, transport: Transport, *, codec: Codec | None = None) -> M:
+    """Split the sequences of a model over ranks, in place. All ranks.
+
+    From now on all ranks call the model with the same whole batch, and each computes its piece, see `Pieces`. The mean
+    of the ranks' losses, and so of their gradients, is that of the whole batch: to an optimizer, and in the engine, a
+    rank of the sequence is a rank of the data.
+
+    A model of transformers takes input_ids or inputs_embeds, and, if given, token_type_ids, labels, and an
+    attention_mask without padding, or with padding after the tokens of a causal model. Positions are those in the whole
+    sequence, labels are shifted before the cut, and outputs such as logits are the piece's. The loss is the sum over
+    the piece's tokens, divided by 1/W of all that count.
+
+    Args:
+        model: A model of transformers whose attention comes from its registry of attention functions, or one with a
+            method `split_sequences(transport, codec)`, see `sequence.models.SplitsSequences`.
+        transport: Between the ranks of the sequence.
+        codec: Format in which keys and values travel; see `ring_attention`. Default None: as they are.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: It is no such model, or some of its layers have another kind of attention. The forward of a model of
+            transformers raises it if ranks have different inputs, and for what ring attention does not have: dropout,
+            packed documents, a window shorter than the sequence, caches.
+    """
+    check_splits(model, transport.rank)
+    if isinstance(model, SplitsSequences):
+        model.split_sequences(transport, codec)
+    else:
+        huggingface.split_sequences(model, transport, codec)
+    return model
