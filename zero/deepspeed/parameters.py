@@ -84,10 +84,12 @@ class _Gathered(DTensor):
         args, kwargs = tree_map_only(cls, _whole_of, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    # Of DTensor in Python, or of nn.Parameter, which has others than Tensor: these do not reach the function above.
+
     def __repr__(self, **named: Any) -> str:  # type: ignore[override]
         return repr(_whole_of(self))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:  # nn.Parameter overrides Tensor's, as below
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
         return copy.deepcopy(_whole_of(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
