@@ -114,6 +114,7 @@ def train(members: Members, steps: int, hub: Hub | None = None, make: Make = ada
 
     model, optimizer = trained(members, steps, make, before_step)
     optimizer.check_replicas()
+    end(optimizer)
     return optimizer.steps_taken(), parameters_of(model)
 
 
