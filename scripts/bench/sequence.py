@@ -32,7 +32,7 @@ from onebit import comm
 from onebit.cli.cluster import Cluster, available, parse_rate
 from onebit.comm import Int8Codec, Transport
 from onebit.zero.sequence import Pieces, ring_attention
-from onebit.zero.sequence.ring import Ring
+from onebit.zero.sequence.sight import Sight
 
 SIDES = ("ring", "ring, int8", "alone", "gather")
 
@@ -97,12 +97,13 @@ def worker(args: argparse.Namespace) -> None:
 
 def expected_bytes(args: argparse.Namespace) -> list[int]:
     """What each rank sends by the formula: keys and values twice, and gradients, of four bytes an element each."""
-    ring, found = Ring(Silent(0, args.hosts), Pieces(args.tokens, args.hosts)), []
+    sight, found = Sight(Pieces(args.tokens, args.hosts)), []
     for me in range(args.hosts):
         others = [rank for rank in range(args.hosts) if rank != me]
-        keys, grads = (sum(ring.seen(*pair)[1] for pair in pairs) for pairs in (
-            [(rank, me) for rank in others], [(me, rank) for rank in others]
-        ))  # fmt: skip
+        keys, grads = (
+            sum(part.stop - part.start for pair in pairs for part in sight.keys(*pair))
+            for pairs in ([(rank, me) for rank in others], [(me, rank) for rank in others])
+        )
         found.append(2 * args.groups * args.width * 4 * (2 * keys + grads))
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sequence_ranks import llama
+from sequence_ranks import decoder
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -44,7 +44,7 @@ def config_of(case: str, sequence: int | None) -> dict[str, Any]:
 
 def start(case: str, sequence: int | None, **given: Any) -> zero.DeepSpeedEngine:
     config = config_of(case, sequence)
-    return zero.initialize(model=llama(), config=config, training_data=dataset(), **given)[0]
+    return zero.initialize(model=decoder(), config=config, training_data=dataset(), **given)[0]
 
 
 def train(engine: zero.DeepSpeedEngine, steps: int) -> list[float]:
@@ -107,7 +107,7 @@ def refused() -> dict[str, str]:
 
     def local(ours: dict[str, Any], optimizer: dict[str, Any]) -> Any:
         config = config_of("stage 0", 2) | {"onebit": ours, "optimizer": optimizer}
-        return lambda: zero.initialize(model=llama(), config=config)
+        return lambda: zero.initialize(model=decoder(), config=config)
 
     engine = start("stage 1", 2)
     rank = engine.grid.world.rank
@@ -119,17 +119,19 @@ def refused() -> dict[str, str]:
     note("ranks", lambda: start("stage 1", 3))
     note("local", local({"local_steps": {"every": 2}}, DENSE))
     note("0/1", local({}, {"type": "ZeroOneAdam", "params": {"lr": 1e-3, "local_step_clipper": "auto"}}))
-    note("stages", lambda: zero.initialize(model=llama(), config=config_of("stage 1", 2) | {"pipeline": {"stages": 2}}))
-    split = zero.sequence_parallel(llama(), engine.grid.sequence)
+    note(
+        "stages", lambda: zero.initialize(model=decoder(), config=config_of("stage 1", 2) | {"pipeline": {"stages": 2}})
+    )
+    split = zero.sequence_parallel(decoder(), engine.grid.sequence)
     note("twice", lambda: zero.initialize(model=split, config=config_of("stage 1", 2), grid=engine.grid))
     sparse = config_of("stage 1", 2) | {"sparse_attention": {"mode": "fixed", "block": 4}}
-    note("sparse", lambda: zero.initialize(model=llama(), config=sparse))
+    note("sparse", lambda: zero.initialize(model=decoder(), config=sparse))
     return words
 
 
 def alone() -> dict[str, torch.Tensor]:
     """The same batches by torch, in one process."""
-    model, loader = llama(), zero.data.ShardedLoader(dataset(), ROWS, rank=0, world_size=1)
+    model, loader = decoder(), zero.data.ShardedLoader(dataset(), ROWS, rank=0, world_size=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.0)
     for (ids,) in loader:
         model(input_ids=ids, labels=ids).loss.backward()

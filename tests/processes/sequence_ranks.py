@@ -12,14 +12,18 @@ from onebit import zero
 from onebit.zero import grid as grids
 
 STEPS = 3
+KINDS = {"stage 1": 1, "stage 2": 2, "stage 3": 3, "windows": 3}
 
 
-def llama() -> nn.Module:
+def decoder(*, in_windows: bool = False) -> nn.Module:
+    """A Llama, or a Mistral of whose tokens each sees five."""
     import transformers
 
     torch.manual_seed(7)
     sizes: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"vocab_size": 97, "num_hidden_layers": 2, "intermediate_size": 40, "max_position_embeddings": 64}
+    if in_windows:
+        return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=5)).train()
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).train()
 
 
@@ -29,11 +33,14 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def trains_long_sequences(folder: str) -> None:
-    """AdamW at stages 1 to 3, and OnebitAdam without an engine: weights after some steps, in files."""
+    """AdamW at stages 1 to 3, also in windows, of which some ranks see nothing of others, and OnebitAdam by itself.
+
+    Weights after some steps, in files.
+    """
     torch.set_num_threads(1)
     grid, found = grids.start(backend="gloo", timeout_s=30.0), {}
-    for stage in (1, 2, 3):
-        model = zero.sequence_parallel(llama(), grid.world)
+    for kind, stage in KINDS.items():
+        model = zero.sequence_parallel(decoder(in_windows=kind == "windows"), grid.world)
         config = {
             "train_micro_batch_size_per_gpu": 2,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4}},
@@ -42,8 +49,8 @@ def trains_long_sequences(folder: str) -> None:
         for step in range(STEPS):
             engine.backward(engine(**batch(step)).loss)
             engine.step()
-        found[f"stage {stage}"] = engine.module_state_dict()
-    model = zero.sequence_parallel(llama(), grid.world)
+        found[kind] = engine.module_state_dict()
+    model = zero.sequence_parallel(decoder(), grid.world)
     optimizer = onebit.OnebitAdam(
         model.parameters(), lr=1e-3, transport=grid.world, compression="always", freeze_step=2
     )
@@ -56,8 +63,8 @@ def trains_long_sequences(folder: str) -> None:
     grid.close()
 
 
-def alone() -> dict[str, torch.Tensor]:
-    model = llama()
+def alone(kind: str) -> dict[str, torch.Tensor]:
+    model = decoder(in_windows=kind == "windows")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.0)
     for step in range(STEPS):
         model(**batch(step)).loss.backward()

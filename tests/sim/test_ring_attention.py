@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 from onebit.comm import Bf16Codec, Codec, Int4Codec, Int8Codec, SimTransport, run_ranks
 from onebit.comm.codecs.tensors import decode_, encode
-from onebit.zero.sequence import local
+from onebit.zero.sequence import local, sight
 from onebit.zero.sequence.pieces import Pieces
-from onebit.zero.sequence.ring import Ring, ring_attention
+from onebit.zero.sequence.ring import ring_attention
+from onebit.zero.sequence.sight import Sight
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 
@@ -25,12 +26,26 @@ def drawn(length: int, heads: int = 4, groups: int = 2, dtype: torch.dtype = tor
     ]
 
 
-def whole(given: list[Tensor], is_causal: bool, scale: float | None = None) -> list[Tensor]:
-    """The output and three gradients, in float64 and of torch's operations."""
+def whole(given: list[Tensor], seen: bool | Tensor, scale: float | None = None) -> list[Tensor]:
+    """The output and three gradients, in float64 and of torch's operations. seen: whether causal, or a mask."""
     q, k, v, grad = (x.double() for x in given)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True)
+    options = {"attn_mask": seen} if isinstance(seen, Tensor) else {"is_causal": seen}
+    out = F.scaled_dot_product_attention(q, k, v, **options, scale=scale, enable_gqa=True)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+def dense_mask(
+    length: int, is_causal: bool = True, window: int | None = None, documents: list[list[int]] | None = None
+) -> Tensor:
+    """Which keys each query sees, [2, 1, length, length], element by element."""
+
+    def sees(row: int, i: int, j: int) -> bool:
+        is_near = window is None or abs(i - j) < window
+        is_its = documents is None or documents[row % len(documents)][i] == documents[row % len(documents)][j]
+        return is_near and is_its and (j <= i or not is_causal)
+
+    return torch.tensor([[[[sees(row, i, j) for j in range(length)] for i in range(length)]] for row in (0, 1)])
 
 
 def seen_of(pieces: Pieces, rank: int, source: int, is_causal: bool) -> int:
@@ -72,6 +87,76 @@ def test_it_equals_attention_over_the_whole(length: int, is_causal: bool, W: int
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
 
 
+DOCUMENTS = {
+    "one": [[5] * 41],
+    "of one token": [list(range(41))],
+    "three": [[0] * 3 + [1] * 20 + [2] * 18],
+    "unlike rows": [[0] * 40 + [1], [7] + [3] * 9 + [0] * 31],
+    "descending": [[9] * 10 + [1] * 5 + [0] * 26, [2] * 41],
+}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("W", WORLDS)
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "all"])
+@pytest.mark.parametrize("documents", [None, *DOCUMENTS])
+@pytest.mark.parametrize("window", [None, 1, 2, 7, 40, 41, 100])
+@pytest.mark.parametrize("rows", [256, 4])
+def test_windows_and_documents_equal_attention_with_a_mask(
+    monkeypatch: pytest.MonkeyPatch, rows: int, window: int | None, documents: str | None, is_causal: bool, W: int
+) -> None:
+    """Also the bytes: each rank gets the range of each chunk that its queries see, and gradients go back."""
+    monkeypatch.setattr(sight, "_ROWS", rows)
+    length, pieces, given = 41, Pieces(41, W), drawn(41)
+    ids = None if documents is None else DOCUMENTS[documents]
+    mask = dense_mask(length, is_causal, window, ids)
+
+    def rank(transport: SimTransport) -> list[Tensor]:
+        q, k, v, grad = (pieces.cut(x, transport.rank, 2) for x in given)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        numbers = None if ids is None else torch.tensor(ids)
+        out = ring_attention(q, k, v, transport, pieces, is_causal=is_causal, window=window, documents=numbers)
+        found = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+        going = [ranges_of(mask, pieces, other, transport.rank) for other in range(W)]
+        coming = [ranges_of(mask, pieces, transport.rank, other) for other in range(W)]
+        assert transport.sent_bytes == 2 * 2 * 2 * 8 * 4 * (2 * sum(going) + sum(coming))
+        return found
+
+    parts = [pieces.join(list(each), 2) for each in zip(*run_ranks(W, rank), strict=True)]
+    for found, expected in zip(parts, whole(given, mask), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
+def ranges_of(mask: Tensor, pieces: Pieces, rank: int, source: int) -> int:
+    """How many tokens of a rank another gets: from the first to the last that it sees of each chunk."""
+    if rank == source:
+        return 0
+    seen = mask[:, 0, pieces.positions(rank)].flatten(0, 1).any(0)
+    chunks = [[j for j in chunk if seen[j]] for chunk in pieces.chunks(source)]
+    return sum(its[-1] - its[0] + 1 for its in chunks if its)
+
+
+def test_the_bytes_of_a_window_do_not_grow_with_the_length() -> None:
+    def sent(length: int) -> int:
+        sees = Sight(Pieces(length, 4), window=32)
+        assert sees.rounds() == [1, 3]
+        return sum(part.stop - part.start for r in range(4) for s in range(4) if r != s for part in sees.keys(r, s))
+
+    assert sent(1024) == sent(65536) == 6 * 31  # the seven borders of eight chunks; one is inside a rank
+
+
+def test_windows_and_documents_that_make_no_sense_are_refused() -> None:
+    q, k, v, _ = drawn(12)
+    for options, words in (
+        ({"window": 0}, "expected a window of at least 1 token .*, got 0"),
+        ({"documents": torch.zeros(11, dtype=torch.int64)}, r"expected documents \[12\] or .*, got \(11,\)"),
+        ({"documents": torch.zeros(3, 12, dtype=torch.int64)}, r"expected documents of 2 sequences, got 3"),
+        ({"documents": torch.tensor([0] * 4 + [1] * 4 + [0] * 4)}, "a document of row 0 is not in one piece"),
+    ):
+        with pytest.raises(ValueError, match=f"^rank 0: .*{words}"):
+            ring_attention(q, k, v, SimTransport(), Pieces(12, 1), **options)
+
+
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 1), (1, 1)])
 def test_key_value_heads_travel_alone(heads: int, groups: int) -> None:
     given = drawn(24, heads, groups)
@@ -106,13 +191,12 @@ def test_plain_operations_equal_torchs_kernel(monkeypatch: pytest.MonkeyPatch, i
 def test_every_rank_computes_the_same_number_of_pairs(W: int) -> None:
     """Of a causal sequence that divides, per rank s·(s+1)/2 and s²/2 with each other rank."""
     pieces, s = Pieces(2 * W * 6, W), 12
-
-    def pairs(transport: SimTransport) -> int:
-        ring = Ring(transport, pieces)
-        shapes = [ring.seen(transport.rank, source) for source in range(W) if source != transport.rank]
-        return sum((rows.stop - rows.start) * keys for rows, keys in shapes)
-
-    assert run_ranks(W, pairs) == [(W - 1) * s * s // 2] * W
+    sees, host = Sight(pieces), torch.device("cpu")
+    for rank in range(W):
+        tiles = [tile for source in range(W) if source != rank for tile in sees.tiles(rank, source, host)]
+        assert all(tile.hidden is None for tile in tiles)
+        sizes = [(t.rows.stop - t.rows.start) * (t.keys.stop - t.keys.start) for t in tiles]
+        assert sum(sizes) == (W - 1) * s * s // 2
 
 
 @pytest.mark.parametrize("W", WORLDS)
@@ -122,7 +206,7 @@ def test_pieces_hold_each_token_once_in_order(length: int, W: int) -> None:
     parts = [pieces.cut(tokens, rank, 0) for rank in range(W)]
     assert torch.equal(pieces.join(parts, 0), tokens)
     for rank, part in enumerate(parts):
-        assert torch.equal(part, pieces.positions(rank)) and len(part) == pieces.size(rank) <= pieces.largest
+        assert torch.equal(part, pieces.positions(rank)) and len(part) == pieces.size(rank)
         assert torch.equal(part, part.sort().values)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from onebit.comm import SimTransport, run_ranks
 from onebit.zero import sequence_parallel
+from onebit.zero.sequence import huggingface
 from onebit.zero.sequence.pieces import Pieces
 
 transformers = pytest.importorskip("transformers")
@@ -146,10 +147,11 @@ def refused(W: int, make: Callable[[], nn.Module], change: Callable[[int], dict[
     [
         (lambda rank: batch(16 + rank), r"the same whole batch; rank 0 has \(2, 16\), .*, rank 1 has \(2, 17\)"),
         (lambda rank: {"input_ids": batch(16)["input_ids"] + rank}, "the same whole batch"),
-        (lambda rank: {"attention_mask": torch.tensor([[0] + [1] * 15, [1] * 16])}, "pad on the right"),
-        (lambda rank: {"attention_mask": torch.ones(2, 1, 16, 16)}, "pad on the right"),
+        (lambda rank: {"attention_mask": torch.tensor([[1, 0] + [1] * 14, [1] * 16])}, "padding between tokens"),
+        (lambda rank: {"attention_mask": torch.ones(2, 1, 16, 16)}, r"got \[2, 1, 16, 16\]"),
+        (lambda rank: {"attention_mask": torch.ones(2, 15)}, r"expected attention_mask \[2, 16\] .*got \[2, 15\]"),
         (lambda rank: {"labels": batch(16)["labels"] + rank}, "the same whole batch"),
-        (lambda rank: {"position_ids": torch.tensor([[*range(8), *range(8)]])}, "packed documents would see each"),
+        (lambda rank: {"position_ids": torch.arange(16)}, r"expected position_ids \[sequences, 16\], got \[16\]"),
         (lambda rank: {"use_cache": True}, "use_cache"),
         (lambda rank: {"cache_position": torch.arange(16)}, "cache_position is not known here"),
         (lambda rank: {"input_ids": batch(1)["input_ids"], "labels": None}, "1 tokens is too short for 2 ranks"),
@@ -164,17 +166,71 @@ def test_bad_batches_are_refused_on_all_ranks(change: Callable[[int], dict[str, 
     ("name", "keys", "words"),
     [
         ("Llama", {"attention_dropout": 0.1}, "no dropout of attention weights"),
-        ("Mistral", {"sliding_window": 8}, "no window of 8 tokens, for a sequence of 16"),
+        ("Gemma2", {"head_dim": 8, "sliding_window": 8}, "no softcap"),
     ],
 )
 def test_what_ring_attention_lacks_is_refused_by_name(name: str, keys: dict[str, Any], words: str) -> None:
-    refused(2, lambda: build(name, CAUSAL[name] | keys), lambda rank: {}, words)
+    refused(2, lambda: build(name, GROUPED | keys), lambda rank: {}, words)
 
 
-def test_padding_of_an_encoder_is_refused() -> None:
-    mask = torch.tensor([[1] * 15 + [0], [1] * 16])
-    make = lambda: build("Bert", MASKED["Bert"], "ForMaskedLM")  # noqa: E731
-    refused(2, make, lambda rank: {"attention_mask": mask}, "leave padding out")
+WINDOWS: dict[str, dict[str, Any]] = {
+    "Mistral": {},
+    "Starcoder2": CAUSAL["Starcoder2"],
+    "Phi3": {},
+    "Qwen2": {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+    "Qwen3": {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 6},
+    "Olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("window", [1, 5, 22, 23])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_of_some_layers_or_all(name: str, window: int) -> None:
+    check(3, lambda: build(name, GROUPED | WINDOWS[name] | {"sliding_window": window}), batch(23))
+
+
+def test_layers_with_windows_have_rotary_angles_of_their_own() -> None:
+    types = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "head_dim": 8}
+
+    def make() -> nn.Module:
+        torch.manual_seed(7)
+        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**GROUPED, **types)).train()
+
+    check(3, make, batch(23))
+
+
+PACKED = torch.tensor([[*range(8), *range(1), *range(14)], [*range(23)]])
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "GPT2", "GPTNeoX"])
+def test_packed_documents_do_not_see_each_other(name: str) -> None:
+    """Documents of 8, 1 and 14 tokens in one row, and a row of one; as transformers does, if neither a mask nor a cache
+    is there."""
+    given, keys = batch(23) | {"position_ids": PACKED}, CAUSAL[name] | {"use_cache": False}
+    check(3, lambda: build(name, keys), given)
+    check(2, lambda: build(name, keys), given | {"attention_mask": torch.ones(2, 23).long()})
+
+
+def test_packed_documents_in_windows() -> None:
+    keys = GROUPED | {"sliding_window": 4, "use_cache": False}
+    check(3, lambda: build("Mistral", keys), batch(23) | {"position_ids": PACKED})
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bert", "Roberta"])
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_padding_on_either_side(name: str, side: str) -> None:
+    given = batch(23)
+    mask = torch.ones(2, 23).long()
+    if side != "right":
+        mask[0, :9] = 0
+    if side != "left":
+        mask[1, 20:] = 0
+    given = {key: x.masked_fill(mask == 0, 0 if key == "input_ids" else -100) for key, x in given.items()}
+    is_masked = name in MASKED
+    keys, head = (MASKED[name], "ForMaskedLM") if is_masked else (CAUSAL[name], "ForCausalLM")
+    if not is_masked:
+        given["labels"][0, :10] = -100  # the first token of a row is predicted from padding, which sees others
+    check(3, lambda: build(name, keys, head), given | {"attention_mask": mask})
 
 
 def test_a_model_can_be_copied_and_exported_and_is_split_once(tmp_path: Path) -> None:
@@ -223,17 +279,34 @@ def test_models_of_other_kinds_are_refused() -> None:
         sequence_parallel(mamba, SimTransport())
 
 
-def test_a_window_that_only_the_mask_has_is_refused() -> None:
-    """As in models that do not pass it on to the attention function."""
+def test_a_window_that_only_the_mask_or_only_the_layer_has() -> None:
+    """The mask's holds, as in one process; a layer's own might be meant or not."""
 
-    class Deaf(type(build("Mistral", CAUSAL["Mistral"]))):  # type: ignore[misc]
+    class DeafForCausalLM(type(build("Mistral", CAUSAL["Mistral"]))):  # type: ignore[misc]
         def forward(self, *args: Any, **named: Any) -> Any:
             for layer in self.model.layers:
                 layer.self_attn.config = copy.copy(layer.self_attn.config)
-                layer.self_attn.config.sliding_window = None
+                layer.self_attn.config.sliding_window = self.theirs
             return super().forward(*args, **named)
 
-    model = build("Mistral", CAUSAL["Mistral"] | {"sliding_window": 8})
-    model.__class__ = Deaf
-    with pytest.raises(ValueError, match="no window of 8 tokens, for a sequence of 16"):
-        sequence_parallel(model, SimTransport())(input_ids=batch(16)["input_ids"])
+    def make(of_mask: int | None, of_layer: int | None) -> nn.Module:
+        model = build("Mistral", CAUSAL["Mistral"] | {"sliding_window": of_mask})
+        model.__class__, model.theirs = DeafForCausalLM, of_layer
+        return model
+
+    check(2, lambda: make(8, None), batch(16))
+    refused(2, lambda: make(None, 8), lambda rank: {}, "asks for a window of 8 tokens, which its mask does not have")
+
+
+def test_masks_that_are_no_windows_are_refused() -> None:
+    masking = pytest.importorskip("transformers.masking_utils")
+    for size in (1, 4, 7):
+        assert huggingface._is_window(masking.sliding_window_causal_mask_function(size), size)
+        assert not huggingface._is_window(masking.sliding_window_causal_mask_function(size), size + 1)
+        assert not huggingface._is_window(masking.sliding_window_bidirectional_mask_function(size), size)
+        assert not huggingface._is_window(masking.causal_mask_function, size)
+    assert not huggingface._is_window(masking.chunked_causal_mask_function(4, torch.zeros(1).long()), 4)
+    blocks = masking.or_masks(
+        masking.sliding_window_causal_mask_function(4), masking.blockwise_overlay(torch.zeros(1, 4).long())
+    )
+    assert not huggingface._is_window(blocks, 4)

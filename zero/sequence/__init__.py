@@ -3,8 +3,8 @@
     onebit.zero.sequence_parallel(model, transport)    # a model of transformers, in place
     model(input_ids=ids, labels=ids).loss.backward()   # on all ranks with the whole batch; each computes its piece
 
-`pieces.py` cuts a sequence, `ring.py` is the attention, `local.py` one block of it, `models.py` splits the sequences of
-models, with `huggingface.py` for those of transformers.
+`pieces.py` cuts a sequence, `sight.py` says what its tokens see, `ring.py` is the attention, `local.py` one tile of it,
+`models.py` splits the sequences of models, with `huggingface.py` for those of transformers.
 See docs/long-sequences.md.
 """
 

@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from torch.nn import functional as F
 from ...comm import Codec, Transport
 from ...comm.messages import gather_texts
 from .pieces import Pieces
-from .ring import ring_attention
+from .ring import attention_by_sight
+from .sight import Sight
 
 NAME = "onebit_ring"
 _HOLDER = "onebit_sequence"
@@ -94,6 +96,13 @@ def split_sequences(model: Any, transport: Transport, codec: Codec | None) -> No
     model.register_forward_hook(holder.finish)
 
 
+@dataclass(frozen=True)
+class _Window:
+    """In place of a mask: tokens see this many, with themselves."""
+
+    tokens: int
+
+
 class _Holder:
     """What the attention modules of a model share.
 
@@ -108,6 +117,8 @@ class _Holder:
         self._first_position, self.codec = first_position, codec
         self._sees_all = not all(_is_causal(module) for module in model.modules() if hasattr(module, "is_causal"))
         self._labels: tuple[Tensor, Tensor | float] | None = None
+        self._documents: Tensor | None = None
+        self._sights: dict[tuple[bool, int | None], Sight] = {}
         self._names = list(inspect.signature(model.forward).parameters)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Holder:
@@ -131,14 +142,48 @@ class _Holder:
             if name not in ("labels", "num_items_in_batch")
         }
         size = self.pieces.size(rank)
-        places = given.get("position_ids", self._first_position + _count(length, tokens).unsqueeze(0))
+        places = given["position_ids"] if "position_ids" in given else self._positions(tokens)
         found["position_ids"] = self.pieces.cut(places, rank).expand(b, size)
+        self._documents, self._sights = self._packed(given), {}
         # transformers would take the jump between a piece's chunks for the border of two packed documents.
         found["attention_mask"] = torch.ones(b, size, dtype=torch.int64, device=tokens.device)
         if "use_cache" in self._names:
             found["use_cache"] = False
         self._labels = self._cut_labels(model, given) if "labels" in given else None
         return (), found
+
+    def sight(self, *, is_causal: bool, window: int | None) -> Sight:
+        """What tokens see in a layer of the pass under way."""
+        if (is_causal, window) not in self._sights:
+            self._sights[is_causal, window] = Sight(
+                self.pieces,
+                is_causal=is_causal,
+                window=window,
+                documents=self._documents,
+                rank=self.transport.rank,
+            )
+        return self._sights[is_causal, window]
+
+    def _positions(self, tokens: Tensor) -> Tensor:
+        """The model's own positions of the whole sequence."""
+        if self._first_position == 0 or tokens.dim() == 3:
+            return self._first_position + _count(tokens.shape[1], tokens).unsqueeze(0)
+        is_token = (tokens != self._first_position - 1).to(torch.int64)
+        return is_token.cumsum(1) * is_token + self._first_position - 1
+
+    def _packed(self, given: Mapping[str, Any]) -> Tensor | None:
+        """The documents of the batch, with padding as one more; None: padding comes last, where it hides itself."""
+        mask, places = given.get("attention_mask"), given.get("position_ids")
+        if mask is not None:
+            shown = mask.to(torch.bool)
+            if bool(shown.all()) or (not self._sees_all and bool(shown[:, 0].all())):
+                return None
+            borders = shown[:, 1:] != shown[:, :-1]
+        elif places is not None and not self._sees_all:  # the rule of transformers: without a mask, positions tell
+            borders = places[:, 1:] != places[:, :-1] + 1
+        else:
+            return None
+        return F.pad(borders.to(torch.int64).cumsum(1), (1, 0)) if bool(borders.any()) else None
 
     def _cut_labels(self, model: nn.Module, given: Mapping[str, Any]) -> tuple[Tensor, Tensor | float]:
         """The piece of the labels, shifted over its borders, and by how many the sum of its losses is divided."""
@@ -178,19 +223,18 @@ class _Holder:
         if given.get("use_cache"):
             raise ValueError(f"rank {rank}: use_cache=True: keys of other ranks are not kept; leave it out")
         mask, places = given.get("attention_mask"), given.get("position_ids")
-        if mask is not None and (mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any())):
+        if mask is not None and mask.shape != tokens.shape[:2]:
             raise ValueError(
-                f"rank {rank}: expected attention_mask [sequences, tokens] with padding after the tokens alone, got "
-                f"{tuple(mask.shape)}; pad on the right"
+                f"rank {rank}: expected attention_mask {list(tokens.shape[:2])} (sequences, tokens), got "
+                f"{list(mask.shape)}"
             )
-        if mask is not None and self._sees_all and not bool(mask.all()):
+        if mask is not None and bool((_runs_of_ones(mask) > 1).any()):
             raise ValueError(
-                f"rank {rank}: attention_mask hides padding, which tokens of this model would see: leave padding out"
+                f"rank {rank}: attention_mask has padding between tokens; pad before or after those of a row"
             )
-        if places is not None and not torch.equal(places.to(torch.int64), places[..., :1] + _count(length, places)):
+        if places is not None and (places.dim() != 2 or places.shape[1] != length):
             raise ValueError(
-                f"rank {rank}: position_ids do not count up by one: packed documents would see each other; leave "
-                "position_ids out, and give each document a row"
+                f"rank {rank}: expected position_ids [sequences, {length}], got {list(places.shape)}"
             )
 
     def finish(self, model: nn.Module, args: object, output: Any) -> Any:
@@ -212,6 +256,12 @@ def _count(length: int, like: Tensor) -> Tensor:
     return torch.arange(length, dtype=torch.int64, device=like.device)
 
 
+def _runs_of_ones(mask: Tensor) -> Tensor:
+    """How often tokens begin in each row."""
+    shown = mask.to(torch.bool)
+    return shown[:, 0].to(torch.int64) + (shown[:, 1:] & ~shown[:, :-1]).sum(1)
+
+
 def _is_causal(module: nn.Module) -> bool:
     return bool(module.is_causal) and bool(getattr(getattr(module, "config", None), "is_causal", True))
 
@@ -230,48 +280,63 @@ def _attention(
     holder: _Holder | None = module.__dict__.get(_HOLDER)
     if holder is None:
         raise ValueError(f"{type(module).__name__} is not of a model that was given to sequence_parallel()")
-    pieces = holder.pieces
     asked = [name for name in _UNSUPPORTED if options.get(name) is not None and options[name] is not False]
     if dropout:
         asked.append("dropout of attention weights")
-    window = options.get("sliding_window")
-    if window is not None and not (isinstance(window, int) and window >= pieces.length):
-        asked.append(_window_in_words(window, pieces.length))
     if asked:
-        raise _absent(holder, asked[0])
+        raise ValueError(
+            f"rank {holder.transport.rank}: ring attention has no {asked[0]}; set it to none in the model's "
+            "configuration"
+        )
     holder.calls += 1
     said = options.get("is_causal")
     is_causal = _is_causal(module) if said is None else bool(said)
-    out = ring_attention(
-        query, key, value, holder.transport, pieces, is_causal=is_causal, scale=scaling, codec=holder.codec
+    window = attention_mask.tokens if isinstance(attention_mask, _Window) else None
+    its = options.get("sliding_window")
+    if window is None and isinstance(its, int) and its < holder.pieces.length:
+        raise ValueError(
+            f"rank {holder.transport.rank}: {type(module).__name__} asks for a window of {its} tokens, which its mask "
+            f"does not have, for a sequence of {holder.pieces.length}: it is not clear what its tokens see"
+        )
+    out = attention_by_sight(
+        query,
+        key,
+        value,
+        holder.transport,
+        holder.sight(is_causal=is_causal, window=window),
+        scale=scaling,
+        codec=holder.codec,
     )
     return out.transpose(1, 2).contiguous(), None
 
 
-def _absent(holder: _Holder, what: str) -> ValueError:
-    return ValueError(
-        f"rank {holder.transport.rank}: ring attention has no {what}; set it to none in the model's configuration"
-    )
-
-
-def _window_in_words(window: object, length: int) -> str:
-    return f"window of {window} tokens, for a sequence of {length}"
-
-
-def _no_mask(*args: object, mask_function: Callable[..., object] | None = None, **options: object) -> None:
-    """The registry's mask: none, as the ring knows what a token sees.
+def _no_mask(
+    *args: object, mask_function: Callable[..., Any] | None = None, local_size: object = None, **options: object
+) -> _Window | None:
+    """The registry's mask: at most a window, as the ring knows what else a token sees.
 
     Raises:
-        ValueError: The model hides more than the future.
+        ValueError: The model hides more than the future and what is outside of a window.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    window = options.get("local_size")
-    holder = _under_way.get()
-    if isinstance(window, int) and window < holder.pieces.length:
-        raise _absent(holder, _window_in_words(window, holder.pieces.length))
-    if window is None and mask_function not in (None, causal_mask_function, bidirectional_mask_function):
+    if mask_function in (None, causal_mask_function, bidirectional_mask_function):
+        return None
+    if not isinstance(local_size, int) or options.get("use_vmap") or not _is_window(mask_function, local_size):
         raise ValueError(
-            "this model hides more than the future (packed documents, tokens seen both ways), which "
-            "ring attention cannot express"
+            "this model hides other tokens than the future and those before a window (chunks, tokens seen both ways), "
+            "which ring attention cannot express"
         )
+    return _Window(local_size) if local_size < _under_way.get().pieces.length else None
+
+
+def _is_window(mask_function: Callable[..., Any], tokens: int) -> bool:
+    """Whether a token sees itself and tokens - 1 before it: looked up at both edges, from several places."""
+    place = torch.arange(tokens, 2 * tokens + 8, dtype=torch.int64, device=torch.device("cpu"))
+    none = torch.zeros((), dtype=torch.int64, device=place.device)
+    try:
+        seen = [bool(mask_function(none, none, place, place - k).all()) for k in (0, tokens - 1)]
+        hidden = [bool(mask_function(none, none, place, place - k).any()) for k in (-1, tokens)]
+    except IndexError:  # it looks up tokens of the batch
+        return False
+    return all(seen) and not any(hidden)

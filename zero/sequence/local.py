@@ -12,11 +12,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .sight import Tile
+
+_HIDDEN = -1e30
+"""Score of a key that a query does not see: finite, so that of a tile without one it sees the part weighs nothing."""
 _SLICE_ELEMENTS = 1 << 24
 """Scores that plain operations hold at once: 64 MiB in float32."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
     """Softmax(scale·q·kᵀ)·v, and the logarithm of the softmax's sum.
 
     Args:
@@ -24,17 +28,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) ->
         k: Keys [b, h, m, d], m > 0.
         v: Values [b, h, m, e].
         scale: Factor of the scores.
-        is_causal: Whether query i sees keys 0 to i alone; then n = m.
+        tile: Which of the keys each query sees.
 
     Returns:
         The output [b, h, n, e] in q's dtype, and the logarithms [b, h, n], float32 (float64 for float64).
     """
     if _has_kernel(q, v):
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, tile.is_triangle, attn_mask=_mask(tile, q.dtype), scale=scale
+        )
         return out, lse
     outs, lses = [], []
     for rows in _slices(q, k):
-        scores = _scores(q, k, scale, rows, is_causal=is_causal)
+        scores = _scores(q, k, scale, rows, tile)
         lse = scores.logsumexp(-1)
         lses.append(lse)
         outs.append((scores - lse.unsqueeze(-1)).exp().to(q.dtype) @ v)
@@ -42,7 +48,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) ->
 
 
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *, is_causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, tile: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The parts of this block in the gradients of q, k and v, in q's dtype or wider.
 
@@ -54,17 +60,19 @@ def attend_backward(
         out: The whole output, of all blocks.
         lse: The logarithms of the whole sums.
         scale: Factor of the scores.
-        is_causal: As in `attend`.
+        tile: As in `attend`.
     """
     if _has_kernel(q, v):
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grads: tuple[Tensor, Tensor, Tensor] = backward(grad, q, k, v, out, lse, 0.0, is_causal, scale=scale)
+        grads: tuple[Tensor, Tensor, Tensor] = backward(
+            grad, q, k, v, out, lse, 0.0, tile.is_triangle, attn_mask=_mask(tile, q.dtype), scale=scale
+        )
         return grads
     wide = lse.dtype
     grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     delta = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
     for rows in _slices(q, k):
-        weights = (_scores(q, k, scale, rows, is_causal=is_causal) - lse[:, :, rows].unsqueeze(-1)).exp()
+        weights = (_scores(q, k, scale, rows, tile) - lse[:, :, rows].unsqueeze(-1)).exp()
         given = grad[:, :, rows].to(wide)
         grad_v += weights.mT @ given
         of_scores = weights * (given @ v.to(wide).mT - delta[:, :, rows]) * scale
@@ -83,11 +91,21 @@ def _slices(q: Tensor, k: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, n)) for start in range(0, n, step))
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, rows: slice, *, is_causal: bool) -> Tensor:
+def _mask(tile: Tile, dtype: torch.dtype) -> Tensor | None:
+    """What the kernel adds to scores; it takes no booleans."""
+    if tile.hidden is None:
+        return None
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.zeros(tile.hidden.shape, dtype=wide, device=tile.hidden.device).masked_fill_(tile.hidden, _HIDDEN)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, rows: slice, tile: Tile) -> Tensor:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = q[:, :, rows].to(wide) @ k.to(wide).mT * scale
-    if is_causal:
+    if tile.is_triangle:
         places = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=q.device)
         later = torch.arange(k.shape[2], dtype=torch.int64, device=q.device) > places.unsqueeze(-1)
         scores = scores.masked_fill(later, float("-inf"))
+    if tile.hidden is not None:
+        scores = scores.masked_fill(tile.hidden[:, :, rows], _HIDDEN)
     return scores

@@ -39,11 +39,6 @@ class Pieces:
         """Return the number of a rank's tokens."""
         return sum(map(len, self.chunks(rank)))
 
-    @property
-    def largest(self) -> int:
-        """Tokens of the largest piece: all messages have this size."""
-        return max(map(self.size, range(self.world_size)))
-
     def positions(self, rank: int, device: torch.device | None = None) -> Tensor:
         """Return the places of a rank's tokens in the sequence, int64 [size], ascending.
 

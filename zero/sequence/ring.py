@@ -5,14 +5,16 @@
 In round t = 1…W-1 of forward, rank r sends its block to rank r + t and gets that of rank r - t, while it computes with
 the block of the round before. Ring attention (Liu et al., arXiv 2310.01889) passes blocks on from neighbour to
 neighbour; in W - 1 rounds both send (W-1)/W of all keys and values per rank, but on a switched network a pair of ranks
-is as near as any other, a block arrives in one hop, and only what is seen there travels: of a causal sequence three
-quarters. Backward gets the blocks again, and sends each one's gradient, in float32, straight to its rank.
+is as near as any other, a block arrives in one hop, and only what is seen there travels (`sight.py`): of a causal
+sequence three quarters, of a window its neighbours' ends. Rounds in which nobody sees anything are left out. Backward
+gets the blocks again, and sends each one's gradient, in float32, straight to its rank.
 
-Shape legend: b sequences, h query heads, g key-value heads, s tokens of this rank, m of the largest piece, d width.
+Shape legend: b sequences, h query heads, g key-value heads, s tokens of this rank, m of a block, d width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,39 +26,7 @@ from ...comm import Codec, Transport, Work
 from ...comm.codecs.tensors import decode_, encode, frame_bytes
 from .local import attend, attend_backward
 from .pieces import Pieces
-
-
-@dataclass(frozen=True)
-class Ring:
-    """What all calls of one model's attention share.
-
-    Attributes:
-        transport: Between the ranks of the sequence.
-        pieces: How the sequence is cut.
-        is_causal: Whether a token sees only itself and those before it. Default True.
-        codec: Format of keys and values that travel. Default None: they travel as they are.
-    """
-
-    transport: Transport
-    pieces: Pieces
-    is_causal: bool = True
-    codec: Codec | None = None
-
-    def source(self, round_: int) -> int:
-        """Return the rank whose block comes in this round; its own in round 0."""
-        return (self.transport.rank - round_) % self.transport.world_size
-
-    def seen(self, rank: int, source: int) -> tuple[slice, int]:
-        """Return which queries of one rank see keys of another, and how many of these, from the first on.
-
-        All of these queries see all of these keys; of its own a rank's queries see a triangle.
-        """
-        rows, keys = slice(0, self.pieces.size(rank)), self.pieces.size(source)
-        if self.is_causal and source < rank:  # both chunks come after the source's first, and before its second
-            keys = len(self.pieces.chunks(source)[0])
-        elif self.is_causal and source > rank:
-            rows = slice(len(self.pieces.chunks(rank)[0]), rows.stop)
-        return rows, keys if rows.start < rows.stop else 0
+from .sight import Sight, Tile
 
 
 def ring_attention(
@@ -67,14 +37,16 @@ def ring_attention(
     pieces: Pieces,
     *,
     is_causal: bool = True,
+    window: int | None = None,
+    documents: Tensor | None = None,
     scale: float | None = None,
     codec: Codec | None = None,
 ) -> Tensor:
     """Softmax attention of this rank's queries with the keys of all ranks. All ranks, in the same order.
 
     Sends 2·b·g·d elements forward for each token and rank that sees it: of a causal sequence all tokens to lower ranks
-    and the first chunk to higher ones, three quarters in the mean. Backward sends as many again, and as many gradients
-    in float32.
+    and the first chunk to higher ones, three quarters in the mean; of a window of w tokens the last w - 1 of a chunk to
+    the next one's rank, whatever the length. Backward sends as many again, and as many gradients in float32.
 
     Args:
         q: Queries of this rank's piece, [b, h, s, d], floating.
@@ -83,6 +55,10 @@ def ring_attention(
         transport: Between the ranks of the sequence.
         pieces: How the sequence is cut; the same on all ranks.
         is_causal: Whether a token sees only itself and those before it. Default True.
+        window: How many tokens a token sees at most, with itself, to each side that it sees; the same on all ranks.
+            Default None: all.
+        documents: Number of each token's document, integers [length] or [b, length], of the whole sequence and the same
+            on all ranks: a token sees its own document alone, whose tokens are neighbours. Default None: all are one.
         scale: Factor of the scores. Default None: 1/√d.
         codec: Format in which keys and values travel, such as `Int8Codec(64)`; the same on all ranks. A rank's own keys
             are exact, those of others rounded; gradients are those with respect to the rounded ones, and travel in
@@ -92,10 +68,39 @@ def ring_attention(
         [b, h, s, d] in q's dtype.
 
     Raises:
-        ValueError: Shapes do not fit the piece of this rank, or each other.
+        ValueError: Shapes do not fit the piece of this rank, or each other; or as `Sight`.
         PeerError: Another rank is missing, or gives other shapes.
     """
-    ring, rank = Ring(transport, pieces, is_causal, codec), transport.rank
+    sight = Sight(pieces, is_causal=is_causal, window=window, documents=documents, rank=transport.rank)
+    return attention_by_sight(q, k, v, transport, sight, scale=scale, codec=codec)
+
+
+def attention_by_sight(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    transport: Transport,
+    sight: Sight,
+    *,
+    scale: float | None = None,
+    codec: Codec | None = None,
+) -> Tensor:
+    """As `ring_attention`, for layers that share what tokens see.
+
+    Args:
+        q: As there.
+        k: As there.
+        v: As there.
+        transport: As there.
+        sight: What tokens see; the same on all ranks.
+        scale: As there.
+        codec: As there.
+
+    Raises:
+        ValueError: As there.
+        PeerError: As there.
+    """
+    rank, pieces = transport.rank, sight.pieces
     if pieces.world_size != transport.world_size:
         raise ValueError(
             f"rank {rank}: pieces for {pieces.world_size} ranks, and the transport has {transport.world_size}"
@@ -110,61 +115,85 @@ def ring_attention(
             f"rank {rank}: expected keys and values [b, g, s, d] of one shape, with g a divisor of the {q.shape[1]} "
             f"query heads, got queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
         )
+    if sight.sequences not in (1, q.shape[0]):
+        raise ValueError(
+            f"rank {rank}: expected documents of {q.shape[0]} sequences, got {sight.sequences}; give a row for each"
+        )
     if len({q.dtype, k.dtype, v.dtype}) > 1:
         raise ValueError(
             f"rank {rank}: queries, keys and values have {q.dtype}, {k.dtype} and {v.dtype}; give them one"
         )
     found: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, ring, q.shape[3] ** -0.5 if scale is None else scale
+        q, k, v, _Ring(transport, sight, codec), q.shape[3] ** -0.5 if scale is None else scale
     )
     return found
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """Between whom blocks travel, which, and in which format."""
+
+    transport: Transport
+    sight: Sight
+    codec: Codec | None
+
+    def source(self, round_: int) -> int:
+        """The rank whose block comes in this round; its own in round 0."""
+        return (self.transport.rank - round_) % self.transport.world_size
+
+    def target(self, round_: int) -> int:
+        """The rank to which this rank's block goes in this round."""
+        return (self.transport.rank + round_) % self.transport.world_size
+
+    def tiles(self, round_: int, device: torch.device) -> Iterator[Tile]:
+        return self.sight.tiles(self.transport.rank, self.source(round_), device)
 
 
 class _Blocks:
     """The blocks of keys and values in the order of their rounds; the next is on its way while one is computed with."""
 
-    def __init__(self, ring: Ring, k: Tensor, v: Tensor):
+    def __init__(self, ring: _Ring, k: Tensor, v: Tensor):
         self._ring, self._own = ring, torch.stack([k, v])
-        self._coming = None if ring.transport.world_size == 1 else self._launch(1)
+        self._rounds = ring.sight.rounds()
+        self._coming = self._launch(self._rounds[0]) if self._rounds else None  # at once: others wait for it
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield each round with the keys and values that this rank's queries see, [2, b, g, m, d]."""
+        yield 0, self._own
+        for k, round_ in enumerate(self._rounds, 1):
+            assert self._coming is not None
+            (block, frame, _, work), self._coming = self._coming, None
+            work.wait()
+            if self._ring.codec is not None:
+                decode_(self._ring.codec, frame, block)
+            if k < len(self._rounds):
+                self._coming = self._launch(self._rounds[k])
+            yield round_, block
 
     def _launch(self, round_: int) -> tuple[Tensor, Tensor, Tensor, Work]:
         """The block that comes, the bytes in which it comes, those that go, and the operation."""
         ring, (_, b, g, _, d) = self._ring, self._own.shape
-        rank, W = ring.transport.rank, ring.transport.world_size
-        sent = self._own[:, :, :, : ring.seen((rank + round_) % W, rank)[1]].contiguous()
-        block = self._own.new_empty(2, b, g, ring.seen(rank, ring.source(round_))[1], d)
+        rank = ring.transport.rank
+        sent = _take(self._own, ring.sight.keys(ring.target(round_), rank))
+        block = self._own.new_empty(2, b, g, _count(ring.sight.keys(rank, ring.source(round_))), d)
         if ring.codec is None:
             return block, _bytes(block), sent, ring.transport.shift(_bytes(block), _bytes(sent), round_)
         frame = block.new_empty(frame_bytes(ring.codec, block.numel()), dtype=torch.uint8)
         sent = encode(ring.codec, sent)
         return block, frame, sent, ring.transport.shift(frame, sent, round_)
 
-    def take(self, round_: int) -> Tensor:
-        """This round's keys and values that this rank's queries see, [2, b, g, m, d]; the next ones are launched."""
-        if round_ == 0:
-            return self._own
-        assert self._coming is not None
-        (block, frame, _, work), self._coming = self._coming, None
-        work.wait()
-        if self._ring.codec is not None:
-            decode_(self._ring.codec, frame, block)
-        if round_ + 1 < self._ring.transport.world_size:
-            self._coming = self._launch(round_ + 1)
-        return block
-
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float) -> Tensor:
-        blocks = _Blocks(ring, k.detach(), v.detach())
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring, scale: float) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
-        for round_ in range(ring.transport.world_size):
-            block, (rows, keys) = blocks.take(round_), ring.seen(ring.transport.rank, ring.source(round_))
-            if keys > 0:
-                its_k, its_v = (_by_heads(x, q) for x in block)
-                part, sums = attend(q[:, :, rows], its_k, its_v, scale, is_causal=ring.is_causal and not round_)
+        for round_, block in _Blocks(ring, k.detach(), v.detach()):
+            its_k, its_v = (_by_heads(x, q) for x in block)
+            for tile in ring.tiles(round_, q.device):
+                rows, keys = tile.rows, tile.keys
+                part, sums = attend(q[:, :, rows], its_k[:, :, keys], its_v[:, :, keys], scale, tile)
                 _merge_(out[:, :, rows], lse[:, :, rows], part, sums)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
@@ -176,31 +205,49 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
         q, k, v, out, lse = ctx.saved_tensors
-        ring, W = ctx.ring, ctx.ring.transport.world_size
-        blocks = _Blocks(ring, k, v)
+        ring: _Ring = ctx.ring
         grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         of_own = q.new_empty(0)
-        coming: tuple[Tensor, Tensor, Work] | None = None
-        for round_ in range(W):
-            block, (rows, keys) = blocks.take(round_), ring.seen(ring.transport.rank, ring.source(round_))
+        coming: _Gradient | None = None
+        for round_, block in _Blocks(ring, k, v):
+            its_k, its_v = (_by_heads(x, q) for x in block)
             of_block = torch.zeros(block.shape, dtype=lse.dtype, device=k.device)
-            if keys > 0:
-                its_k, its_v = (_by_heads(x, q) for x in block)
-                known = grad[:, :, rows], q[:, :, rows], its_k, its_v, out[:, :, rows], lse[:, :, rows]
-                parts = attend_backward(*known, ctx.scale, is_causal=ring.is_causal and not round_)
+            for tile in ring.tiles(round_, q.device):
+                rows, keys = tile.rows, tile.keys
+                known = grad[:, :, rows], q[:, :, rows], its_k[:, :, keys], its_v[:, :, keys], out[:, :, rows]
+                parts = attend_backward(*known, lse[:, :, rows], ctx.scale, tile)
                 grad_q[:, :, rows] += parts[0]
                 for of_its, part in zip(of_block, parts[1:], strict=True):
-                    of_its += part.to(lse.dtype).unflatten(1, (k.shape[1], -1)).sum(2)
+                    of_its[:, :, keys] += part.to(lse.dtype).unflatten(1, (k.shape[1], -1)).sum(2)
             if round_ == 0:
                 of_own = of_block
                 continue
             _add_(of_own, coming)
-            seen = ring.seen((ring.transport.rank + round_) % W, ring.transport.rank)[1]
-            received = of_own.new_empty(*of_own.shape[:3], seen, of_own.shape[4])
-            coming = received, of_block, ring.transport.shift(_bytes(received), _bytes(of_block), W - round_)
+            keys_seen = ring.sight.keys(ring.target(round_), ring.transport.rank)
+            received = of_own.new_empty(*of_own.shape[:3], _count(keys_seen), of_own.shape[4])
+            back = ring.transport.world_size - round_
+            work = ring.transport.shift(_bytes(received), _bytes(of_block), back)
+            coming = _Gradient(received, keys_seen, of_block, work)
         _add_(of_own, coming)
         of_k, of_v = of_own.to(k.dtype)
         return grad_q.to(q.dtype), of_k, of_v, None, None
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """That of this rank's block from another rank, on its way.
+
+    Attributes:
+        received: Where it comes, [2, b, g, m, d].
+        keys: Of which tokens it is.
+        sent: The gradient that goes meanwhile, which must be kept.
+        work: The operation.
+    """
+
+    received: Tensor
+    keys: list[slice]
+    sent: Tensor
+    work: Work
 
 
 def _merge_(out: Tensor, lse: Tensor, part: Tensor, sums: Tensor) -> None:
@@ -210,12 +257,24 @@ def _merge_(out: Tensor, lse: Tensor, part: Tensor, sums: Tensor) -> None:
     lse.copy_(both)
 
 
-def _add_(total: Tensor, coming: tuple[Tensor, Tensor, Work] | None) -> None:
+def _add_(total: Tensor, coming: _Gradient | None) -> None:
     """Add the gradient that another rank has computed of this rank's block: in the order of rounds on all ranks."""
-    if coming is not None:
-        received, _, work = coming
-        work.wait()
-        total[:, :, :, : received.shape[3]] += received
+    if coming is None:
+        return
+    coming.work.wait()
+    start = 0
+    for part in coming.keys:
+        total[:, :, :, part] += coming.received[:, :, :, start : start + part.stop - part.start]
+        start += part.stop - part.start
+
+
+def _take(block: Tensor, keys: list[slice]) -> Tensor:
+    """Some tokens of a block [2, b, g, m, d], new."""
+    return torch.cat([block[:, :, :, part] for part in keys] or [block[:, :, :, :0]], 3)
+
+
+def _count(keys: list[slice]) -> int:
+    return sum(part.stop - part.start for part in keys)
 
 
 def _by_heads(x: Tensor, q: Tensor) -> Tensor:
