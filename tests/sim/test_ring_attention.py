@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -148,6 +150,7 @@ def test_the_bytes_of_a_window_do_not_grow_with_the_length() -> None:
 def test_windows_and_documents_that_make_no_sense_are_refused() -> None:
     q, k, v, _ = drawn(12)
     for options, words in (
+        ({"dropout": 1.0}, "expected a dropout of at least 0 and below 1, got 1.0"),
         ({"window": 0}, "expected a window of at least 1 token .*, got 0"),
         ({"documents": torch.zeros(11, dtype=torch.int64)}, r"expected documents \[12\] or .*, got \(11,\)"),
         ({"documents": torch.zeros(3, 12, dtype=torch.int64)}, r"expected documents of 2 sequences, got 3"),
@@ -155,6 +158,42 @@ def test_windows_and_documents_that_make_no_sense_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=f"^rank 0: .*{words}"):
             ring_attention(q, k, v, SimTransport(), Pieces(12, 1), **options)
+
+
+@pytest.mark.parametrize("W", [1, 3])
+@pytest.mark.parametrize("window", [None, 9])
+def test_dropped_weights_are_those_of_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, W: int
+) -> None:
+    """With the unit matrix as values the output is the weights themselves: what was dropped is read from it."""
+    monkeypatch.setattr(sight, "_ROWS", 8)
+    length, p, pieces = 48, 0.25, Pieces(48, W)
+    generator = torch.Generator().manual_seed(5)
+    q, k, v, grad = (torch.randn(2, 3, length, length, generator=generator).double() for _ in range(4))
+    units = torch.eye(length, dtype=torch.float64).expand(2, 3, length, length)
+
+    monkeypatch.setattr(torch, "randint", lambda *args, **options: torch.tensor(9))  # ranks share the test's generator
+
+    def rank(transport: SimTransport, values: Tensor) -> list[Tensor]:
+        mine = [pieces.cut(x, transport.rank, 2) for x in (q, k, values, grad)]
+        leaves = [x.requires_grad_() for x in mine[:3]]
+        out = ring_attention(*leaves, transport, pieces, window=window, dropout=p, scale=0.05)
+        return [out.detach(), *torch.autograd.grad(out, leaves, mine[3])]
+
+    weights = pieces.join([x[0] for x in run_ranks(W, partial(rank, values=units))], 2)
+    plain_q, plain_k, plain_v = (x.clone().requires_grad_() for x in (q, k, v))
+    seen = dense_mask(length, True, window)
+    scores = (plain_q @ plain_k.mT * 0.05).masked_fill(~seen, float("-inf"))
+    kept = (weights > 0).double() / (1 - p)
+    whole_weights = scores.softmax(-1) * kept
+    torch.testing.assert_close(weights, whole_weights.detach())
+    share = float((weights > 0).sum() / seen.expand_as(weights).sum())
+    assert abs(share - (1 - p)) < 0.02
+    out = whole_weights @ plain_v
+    expected = [out.detach(), *torch.autograd.grad(out, (plain_q, plain_k, plain_v), grad)]
+    parts = zip(*run_ranks(W, partial(rank, values=v)), strict=True)
+    for found, wanted in zip(parts, expected, strict=True):
+        torch.testing.assert_close(pieces.join(list(found), 2), wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 1), (1, 1)])

@@ -281,8 +281,6 @@ def _attention(
     if holder is None:
         raise ValueError(f"{type(module).__name__} is not of a model that was given to sequence_parallel()")
     asked = [name for name in _UNSUPPORTED if options.get(name) is not None and options[name] is not False]
-    if dropout:
-        asked.append("dropout of attention weights")
     if asked:
         raise ValueError(
             f"rank {holder.transport.rank}: ring attention has no {asked[0]}; set it to none in the model's "
@@ -305,6 +303,7 @@ def _attention(
         holder.transport,
         holder.sight(is_causal=is_causal, window=window),
         scale=scaling,
+        dropout=dropout,
         codec=holder.codec,
     )
     return out.transpose(1, 2).contiguous(), None

@@ -2,12 +2,14 @@
 
 The parts of several blocks make the whole by their logarithms (Milakov and Gimelshein, arXiv 1805.02867). Backward
 takes the logarithm of the whole sum, so that each block's gradients are parts of the gradients of all, without the
-others. torch's flash kernel computes them on a CPU; elsewhere plain operations do, a slice of the queries at a time.
+others. torch's flash kernel computes them on a CPU; elsewhere, and if weights are dropped, plain operations do, a slice
+of the queries at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +22,26 @@ _SLICE_ELEMENTS = 1 << 24
 """Scores that plain operations hold at once: 64 MiB in float32."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Dropout:
+    """Which weights are dropped: drawn in the order of tiles, so that backward draws the same ones.
+
+    Attributes:
+        p: The share, 0 <= p < 1.
+        generator: On the device of the weights.
+    """
+
+    p: float
+    generator: torch.Generator
+
+    def kept(self, like: Tensor) -> Tensor:
+        """Draw factors of weights: 1/(1 - p), or 0 with probability p."""
+        return torch.empty_like(like).bernoulli_(1 - self.p, generator=self.generator).div_(1 - self.p)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile, dropout: Dropout | None = None
+) -> tuple[Tensor, Tensor]:
     """Softmax(scale·q·kᵀ)·v, and the logarithm of the softmax's sum.
 
     Args:
@@ -29,11 +50,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[T
         v: Values [b, h, m, e].
         scale: Factor of the scores.
         tile: Which of the keys each query sees.
+        dropout: Drops weights of the softmax, not of its sum. Default None.
 
     Returns:
         The output [b, h, n, e] in q's dtype, and the logarithms [b, h, n], float32 (float64 for float64).
     """
-    if _has_kernel(q, v):
+    if dropout is None and _has_kernel(q, v):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, tile.is_triangle, attn_mask=_mask(tile, q.dtype), scale=scale
         )
@@ -43,12 +65,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[T
         scores = _scores(q, k, scale, rows, tile)
         lse = scores.logsumexp(-1)
         lses.append(lse)
-        outs.append((scores - lse.unsqueeze(-1)).exp().to(q.dtype) @ v)
+        weights = (scores - lse.unsqueeze(-1)).exp()
+        if dropout is not None:
+            weights *= dropout.kept(weights)
+        outs.append(weights.to(q.dtype) @ v)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, tile: Tile
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    tile: Tile,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The parts of this block in the gradients of q, k and v, in q's dtype or wider.
 
@@ -61,8 +94,9 @@ def attend_backward(
         lse: The logarithms of the whole sums.
         scale: Factor of the scores.
         tile: As in `attend`.
+        dropout: As in `attend`, with a generator in the state in which it was there.
     """
-    if _has_kernel(q, v):
+    if dropout is None and _has_kernel(q, v):
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grads: tuple[Tensor, Tensor, Tensor] = backward(
             grad, q, k, v, out, lse, 0.0, tile.is_triangle, attn_mask=_mask(tile, q.dtype), scale=scale
@@ -74,8 +108,14 @@ def attend_backward(
     for rows in _slices(q, k):
         weights = (_scores(q, k, scale, rows, tile) - lse[:, :, rows].unsqueeze(-1)).exp()
         given = grad[:, :, rows].to(wide)
-        grad_v += weights.mT @ given
-        of_scores = weights * (given @ v.to(wide).mT - delta[:, :, rows]) * scale
+        of_weights = given @ v.to(wide).mT
+        if dropout is None:
+            grad_v += weights.mT @ given
+        else:
+            kept = dropout.kept(weights)
+            of_weights *= kept
+            grad_v += (weights * kept).mT @ given
+        of_scores = weights * (of_weights - delta[:, :, rows]) * scale
         grad_q[:, :, rows] = of_scores @ k.to(wide)
         grad_k += of_scores.mT @ q[:, :, rows].to(wide)
     return grad_q, grad_k, grad_v

@@ -50,9 +50,10 @@ def sequence_parallel(model: M, transport: Transport, *, codec: Codec | None = N
     rank of the sequence is a rank of the data.
 
     A model of transformers takes input_ids or inputs_embeds, and, if given, token_type_ids, labels, and an
-    attention_mask without padding, or with padding after the tokens of a causal model. Positions are those in the whole
-    sequence, labels are shifted before the cut, and outputs such as logits are the piece's. The loss is the sum over
-    the piece's tokens, divided by 1/W of all that count.
+    attention_mask with padding before or after the tokens of a row. Positions are those in the whole sequence; if they
+    start anew, and no attention_mask is given, a document begins there that does not see those before it. Labels are
+    shifted before the cut, and outputs such as logits are the piece's. The loss is the sum over the piece's tokens,
+    divided by 1/W of all that count.
 
     Args:
         model: A model of transformers whose attention comes from its registry of attention functions, or one with a
@@ -65,8 +66,8 @@ def sequence_parallel(model: M, transport: Transport, *, codec: Codec | None = N
 
     Raises:
         ValueError: It is no such model, or some of its layers have another kind of attention. The forward of a model of
-            transformers raises it if ranks have different inputs, and for what ring attention does not have: dropout,
-            packed documents, a window shorter than the sequence, caches.
+            transformers raises it if ranks have different inputs, and for what ring attention does not have: caches,
+            chunks, windows to both sides.
     """
     check_splits(model, transport.rank)
     if isinstance(model, SplitsSequences):

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ...comm import Codec, Transport, Work
 from ...comm.codecs.tensors import decode_, encode, frame_bytes
-from .local import attend, attend_backward
+from .local import Dropout, attend, attend_backward
 from .pieces import Pieces
 from .sight import Sight, Tile
 
@@ -40,6 +40,7 @@ def ring_attention(
     window: int | None = None,
     documents: Tensor | None = None,
     scale: float | None = None,
+    dropout: float = 0.0,
     codec: Codec | None = None,
 ) -> Tensor:
     """Softmax attention of this rank's queries with the keys of all ranks. All ranks, in the same order.
@@ -60,6 +61,8 @@ def ring_attention(
         documents: Number of each token's document, integers [length] or [b, length], of the whole sequence and the same
             on all ranks: a token sees its own document alone, whose tokens are neighbours. Default None: all are one.
         scale: Factor of the scores. Default None: 1/√d.
+        dropout: Probability with which a weight is dropped, 0 <= dropout < 1. A rank draws those of its queries, from
+            torch's generator of the host and its rank. Default 0.
         codec: Format in which keys and values travel, such as `Int8Codec(64)`; the same on all ranks. A rank's own keys
             are exact, those of others rounded; gradients are those with respect to the rounded ones, and travel in
             float32. Default None: as they are.
@@ -68,11 +71,11 @@ def ring_attention(
         [b, h, s, d] in q's dtype.
 
     Raises:
-        ValueError: Shapes do not fit the piece of this rank, or each other; or as `Sight`.
+        ValueError: Shapes do not fit the piece of this rank, or each other; a dropout out of its range; or as `Sight`.
         PeerError: Another rank is missing, or gives other shapes.
     """
     sight = Sight(pieces, is_causal=is_causal, window=window, documents=documents, rank=transport.rank)
-    return attention_by_sight(q, k, v, transport, sight, scale=scale, codec=codec)
+    return attention_by_sight(q, k, v, transport, sight, scale=scale, dropout=dropout, codec=codec)
 
 
 def attention_by_sight(
@@ -83,6 +86,7 @@ def attention_by_sight(
     sight: Sight,
     *,
     scale: float | None = None,
+    dropout: float = 0.0,
     codec: Codec | None = None,
 ) -> Tensor:
     """As `ring_attention`, for layers that share what tokens see.
@@ -94,6 +98,7 @@ def attention_by_sight(
         transport: As there.
         sight: What tokens see; the same on all ranks.
         scale: As there.
+        dropout: As there.
         codec: As there.
 
     Raises:
@@ -123,19 +128,25 @@ def attention_by_sight(
         raise ValueError(
             f"rank {rank}: queries, keys and values have {q.dtype}, {k.dtype} and {v.dtype}; give them one"
         )
+    if not 0 <= dropout < 1:
+        raise ValueError(f"rank {rank}: expected a dropout of at least 0 and below 1, got {dropout}")
+    # Drawn here, so that a checkpointed layer that is computed again with the same state drops the same weights.
+    seed = int(torch.randint(1 << 31, (), dtype=torch.int64, device="cpu")) + rank if dropout else 0
     found: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, _Ring(transport, sight, codec), q.shape[3] ** -0.5 if scale is None else scale
+        q, k, v, _Ring(transport, sight, codec, dropout, seed), q.shape[3] ** -0.5 if scale is None else scale
     )
     return found
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """Between whom blocks travel, which, and in which format."""
+    """Between whom blocks travel, which, and in which format; and which share of the weights is dropped."""
 
     transport: Transport
     sight: Sight
     codec: Codec | None
+    p_dropped: float
+    seed: int
 
     def source(self, round_: int) -> int:
         """The rank whose block comes in this round; its own in round 0."""
@@ -144,6 +155,10 @@ class _Ring:
     def target(self, round_: int) -> int:
         """The rank to which this rank's block goes in this round."""
         return (self.transport.rank + round_) % self.transport.world_size
+
+    def dropout(self, device: torch.device) -> Dropout | None:
+        """At the start of a pass over the tiles."""
+        return Dropout(self.p_dropped, torch.Generator(device).manual_seed(self.seed)) if self.p_dropped else None
 
     def tiles(self, round_: int, device: torch.device) -> Iterator[Tile]:
         return self.sight.tiles(self.transport.rank, self.source(round_), device)
@@ -189,11 +204,12 @@ class _RingAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
+        dropout = ring.dropout(q.device)
         for round_, block in _Blocks(ring, k.detach(), v.detach()):
             its_k, its_v = (_by_heads(x, q) for x in block)
             for tile in ring.tiles(round_, q.device):
                 rows, keys = tile.rows, tile.keys
-                part, sums = attend(q[:, :, rows], its_k[:, :, keys], its_v[:, :, keys], scale, tile)
+                part, sums = attend(q[:, :, rows], its_k[:, :, keys], its_v[:, :, keys], scale, tile, dropout)
                 _merge_(out[:, :, rows], lse[:, :, rows], part, sums)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
@@ -209,13 +225,14 @@ class _RingAttention(torch.autograd.Function):
         grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         of_own = q.new_empty(0)
         coming: _Gradient | None = None
+        dropout = ring.dropout(q.device)
         for round_, block in _Blocks(ring, k, v):
             its_k, its_v = (_by_heads(x, q) for x in block)
             of_block = torch.zeros(block.shape, dtype=lse.dtype, device=k.device)
             for tile in ring.tiles(round_, q.device):
                 rows, keys = tile.rows, tile.keys
                 known = grad[:, :, rows], q[:, :, rows], its_k[:, :, keys], its_v[:, :, keys], out[:, :, rows]
-                parts = attend_backward(*known, lse[:, :, rows], ctx.scale, tile)
+                parts = attend_backward(*known, lse[:, :, rows], ctx.scale, tile, dropout)
                 grad_q[:, :, rows] += parts[0]
                 for of_its, part in zip(of_block, parts[1:], strict=True):
                     of_its[:, :, keys] += part.to(lse.dtype).unflatten(1, (k.shape[1], -1)).sum(2)
