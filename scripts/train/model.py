@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from onebit.comm import Codec, Transport
+from onebit.zero.sequence import Pieces, ring_attention
+
 VOCABULARY = 256
 
 
@@ -51,6 +54,25 @@ class Cache(Protocol):
 def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *, is_causal: bool) -> Tensor:
     """Dense attention; a mask says all there is to say of who sees whom."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal and attn_mask is None)
+
+
+class SplitText:
+    """The piece of each text that a rank computes. All ranks of the transport have the same texts."""
+
+    def __init__(self, transport: Transport, codec: Codec | None):
+        self.ranks, self._transport, self._codec = transport.world_size, transport, codec
+        self._pieces = Pieces(0, transport.world_size)
+
+    def cut(self, x_BT: Tensor) -> Tensor:
+        return Pieces(x_BT.shape[1], self.ranks).cut(x_BT, self._transport.rank)
+
+    def begin(self, text_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """The piece of a text, and its places [T]."""
+        self._pieces = Pieces(text_BT.shape[1], self.ranks)
+        return self.cut(text_BT), self._pieces.positions(self._transport.rank, text_BT.device)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_attention(q, k, v, self._transport, self._pieces, codec=self._codec)
 
 
 class Block(nn.Module):
@@ -105,6 +127,7 @@ class GPT(nn.Module):
     def __init__(self, size: ModelSize):
         super().__init__()
         self.context, self.heads = size.context, size.heads
+        self.split: SplitText | None = None
         self.bytes = nn.Embedding(VOCABULARY, size.width)
         self.positions = nn.Embedding(size.context, size.width)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
@@ -120,8 +143,10 @@ class GPT(nn.Module):
         """Logits [B, T, 256] for the byte after each byte; text: int64, T ≤ context.
 
         The rest is for decoding, by transformers' names: a mask [B, 1, T, S] that is added, places [B, T], and what
-        keeps keys and values of the S bytes so far.
+        keeps keys and values of the S bytes so far. After `split_sequences` a rank computes the logits of its piece.
         """
+        if self.split is not None:
+            text_BT, position_ids = self.split.begin(text_BT)
         if position_ids is None:
             x_BTD = self.bytes(text_BT) + self.positions.weight[: text_BT.shape[1]]
         else:
@@ -129,6 +154,12 @@ class GPT(nn.Module):
         for number, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, _keeping(past_key_values, number), attention_mask)
         return F.linear(self.norm(x_BTD), self.bytes.weight)
+
+    def split_sequences(self, transport: Transport, codec: Codec | None) -> None:
+        """`onebit.zero.sequence_parallel`'s: from now on each rank computes a piece of every text."""
+        self.split = SplitText(transport, codec)
+        for block in self.blocks:
+            block.core_attention = self.split.attend
 
     def get_output_embeddings(self) -> nn.Module:
         """The module whose matrix makes the outputs; transformers' word for it."""
@@ -139,9 +170,15 @@ class GPT(nn.Module):
         return next_byte_loss(self(windows[:, :-1]), windows)
 
 
-def next_byte_loss(logits_BTV: Tensor, windows: Tensor) -> Tensor:
-    """Mean cross-entropy, in float32, of the logits for windows[:, :-1] against the bytes that came next."""
-    return F.cross_entropy(logits_BTV.float().flatten(0, 1), windows[:, 1:].flatten())
+def next_byte_loss(logits_BTV: Tensor, windows: Tensor, split: SplitText | None = None) -> Tensor:
+    """Mean cross-entropy, in float32, of the logits for windows[:, :-1] against the bytes that came next.
+
+    split: the logits are of a rank's piece; then the mean of the ranks' losses is that of the whole.
+    """
+    targets = windows[:, 1:]
+    its = targets if split is None else split.cut(targets)
+    loss = F.cross_entropy(logits_BTV.float().flatten(0, 1), its.flatten())
+    return loss if split is None else loss * (its.numel() * split.ranks / targets.numel())
 
 
 def build_model(size: str | ModelSize, seed: int) -> GPT:

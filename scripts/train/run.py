@@ -270,6 +270,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="with --zero: so many ranks compute each layer together",
     )
+    add("--sequence", type=_positive, default=1, metavar="N", help="with --zero: so many ranks share each sequence")
     add("--pipe", type=_positive, metavar="N", help="with --zero: so many stages; 1: a run that others can go on with")
     add("--schedule", choices=_SCHEDULES, default="1f1b", help="with --pipe: the order of --accumulate micro-batches")
     add("--activations", choices=_WIRES, help="with --pipe: what goes from stage to stage; else as it is computed")
@@ -315,8 +316,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.resume and args.checkpoint is None:
         parser.error("--resume needs --checkpoint DIR")
-    if args.zero is None and (args.dtype != "fp32" or args.ranks_per_node or args.tensor > 1 or args.pipe):
-        parser.error("--dtype, --ranks-per-node, --tensor and --pipe need --zero; --zero 0 shards nothing")
+    needs_engine = args.ranks_per_node or args.tensor > 1 or args.sequence > 1 or args.pipe
+    if args.zero is None and (args.dtype != "fp32" or needs_engine):
+        parser.error("--dtype, --ranks-per-node, --tensor, --sequence and --pipe need --zero; --zero 0 shards nothing")
     if args.optimizer == SHARDED_ONLY and args.zero not in (1, 2):
         parser.error(f"--optimizer {SHARDED_ONLY} needs --zero 1 or --zero 2")
     if args.local_steps is not None and args.zero is not None:

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -58,6 +58,8 @@ def config_of(args: argparse.Namespace) -> dict:
         config["sparse_attention"] = args.sparse_attention
     if args.drop_tokens is not None:
         config["data_efficiency"] = {"enabled": True, "seed": args.seed, "data_routing": _dropping(args)}
+    if args.sequence > 1:
+        config["sequence_parallel_size"] = args.sequence
     if args.dtype != "fp32":
         config[args.dtype] = {"enabled": True}
     return config
@@ -79,7 +81,9 @@ class Zero(ByParts):
 
     def __init__(self, model: GPT, transport: comm.Transport, args: argparse.Namespace) -> None:
         self.parameters = sum(p.numel() for p in model.parameters())
-        self._start(model, transport, args, config_of(args), tensor_plan(size_of(args).heads, args.tensor))
+        # A rank's piece is cut once: with --sequence tensor ranks hold all of it, by the model's own plan.
+        plan = "auto" if args.sequence > 1 else tensor_plan(size_of(args).heads, args.tensor)
+        self._start(model, transport, args, config_of(args), plan)
 
     def _start(
         self,
@@ -87,7 +91,7 @@ class Zero(ByParts):
         transport: comm.Transport,
         args: argparse.Namespace,
         config: dict,
-        plan: zero.tensor.Plan,
+        plan: zero.tensor.Plan | Literal["auto"],
     ) -> None:
         self._engine, self.optimizer, _, schedule = zero.initialize(
             model=model,
@@ -100,13 +104,14 @@ class Zero(ByParts):
         self.dropping = self._engine.efficiency.dropping
         grid = self._engine.grid
         between = [each for axis, each in grid.transports.items() if axis != "shard"]
-        self.transports: list[HasSent] = [transport, grid.world, *between]
+        self.transports: list[HasSent] = [transport, grid.world, grid.sequence, *between]
         self.data = grid.data
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.share = sum(local(p).numel() for p in held) / self.parameters
 
     def loss(self, windows: Tensor) -> Tensor:
-        return next_byte_loss(cast(Tensor, self._engine(windows[:, :-1])), windows)
+        model = cast(GPT, self._engine.module)
+        return next_byte_loss(cast(Tensor, self._engine(windows[:, :-1])), windows, model.split)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         self._engine.backward(loss)

@@ -374,6 +374,7 @@ ZERO = {
     "across, gradients": ("sharded-onebit-adam", "2", []),
     "across, LAMB": ("onebit-lamb", "2", ["--ranks-per-node", "1", "--dtype", "bf16"]),
     "across, 0/1": ("zero-one-adam", "1", ["--ranks-per-node", "1", "--local-step-clipper", "2"]),
+    "sequences": ("onebit-adam", "2", ["--ranks-per-node", "2", "--sequence", "2"]),
     "dense, gradients": ("lamb", "2", ["--ranks-per-node", "2", "--dtype", "fp16"]),
     "dense, parameters": ("adamw", "3", ["--max-grad-norm", "1"]),
 }
@@ -429,7 +430,7 @@ def test_every_stage_trains_and_resumes_to_the_bit(tmp_path: Path, pickled_corpu
         is_dense = optimizer in ("adamw", "lamb")
         expected = "dense" if is_dense else "variance" if in_variance else "compressed"
         assert phase == ("warmup" if case == "across, 0/1" else expected), case  # --freeze-step is not its
-        if phase == "compressed":
+        if phase == "compressed" and case != "sequences":  # of which keys and values travel, too
             assert 0.5 < bits < (5.3 if case.startswith("across") else 2.5), case
         summary = json.loads((tmp_path / case / "run.json").read_text())
         assert (summary["zero"], summary["skipped"]) == (int(ZERO[case][1]), int(rows[-1]["skipped"])), case
@@ -483,10 +484,11 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, pickled_corpus: st
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--dtype", "bf16"], "--dtype, --ranks-per-node, --tensor and --pipe need --zero"),
-        (["--ranks-per-node", "2"], "--dtype, --ranks-per-node, --tensor and --pipe need --zero"),
-        (["--tensor", "2"], "--dtype, --ranks-per-node, --tensor and --pipe need --zero"),
-        (["--pipe", "2"], "--dtype, --ranks-per-node, --tensor and --pipe need --zero"),
+        (["--dtype", "bf16"], "--dtype, --ranks-per-node, --tensor, --sequence and --pipe need --zero"),
+        (["--ranks-per-node", "2"], "--dtype, --ranks-per-node, --tensor, --sequence and --pipe need --zero"),
+        (["--tensor", "2"], "--dtype, --ranks-per-node, --tensor, --sequence and --pipe need --zero"),
+        (["--sequence", "2"], "--dtype, --ranks-per-node, --tensor, --sequence and --pipe need --zero"),
+        (["--pipe", "2"], "--dtype, --ranks-per-node, --tensor, --sequence and --pipe need --zero"),
         (["--local-steps", "8", "--zero", "1"], "--local-steps goes without --zero"),
         (["--optimizer", "sharded-onebit-adam"], "needs --zero 1 or --zero 2"),
         (["--optimizer", "sharded-onebit-adam", "--zero", "3"], "needs --zero 1 or --zero 2"),
@@ -498,6 +500,25 @@ def test_arguments_that_contradict_each_other_are_refused(
     with pytest.raises(SystemExit):
         parse_args(arguments)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.timeout(120)
+def test_ranks_of_a_sequence_train_as_one_rank_does(tmp_path: Path, pickled_corpus: str) -> None:
+    """Four ranks share each sequence; or two, with the layers in two slices. Losses of validation, too."""
+    common = ["--eval-every", "2", "--accumulate", "2", "--lr", "3e-3", "--context", "61"]
+    layouts = {"four": ["--sequence", "4", "--zero", "0"], "two": ["--sequence", "2", "--tensor", "2", "--zero", "1"]}
+    jobs = [flags(tmp_path / name, *common, *layout, optimizer="adamw", steps=4) for name, layout in layouts.items()]
+    ended = run_torchrun(4, train_ranks.runs, pickled_corpus, jobs, timeout_s=110).check()
+    assert ended.results == ([0, 0],) * 4
+    run(1, flags(tmp_path, *common, optimizer="adamw", steps=4))
+    alone = rows_without_times(tmp_path)
+    for name in layouts:
+        for row, expected in zip(rows_without_times(tmp_path / name), alone, strict=True):
+            assert int(row["sent_bytes"]) > 0 == int(expected["sent_bytes"])
+            for key in ("loss", "val_loss"):
+                assert row[key] == expected[key] == "" or float(row[key]) == pytest.approx(
+                    float(expected[key]), abs=2e-5
+                )
 
 
 @pytest.mark.thorough
