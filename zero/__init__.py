@@ -22,11 +22,12 @@ from ..version import VERSION as __version__  # noqa: F401
 
 __all__ = [
     "CheckpointError", "Checkpoints", "Config", "DeepSpeedEngine", "Engine", "InferenceConfig", "InferenceEngine",
-    "LayerSpec", "NotFiniteError", "Offload", "PipelineModule", "ShardedOnebitAdam", "ShardedOnebitLamb",
-    "ShardedZeroOneAdam", "TiedLayerSpec", "add_config_arguments", "data", "data_efficiency", "export_compressed",
-    "export_weights", "fsdp", "get_accelerator", "grid", "import_compressed", "import_weights", "init_compression",
-    "init_distributed", "init_inference", "initialize", "log_dist", "materialize", "read_checkpoint_weights",
-    "read_config", "redundancy_clean", "ring_attention", "sequence_parallel", "split", "tensor",
+    "LayerSpec", "NotFiniteError", "Offload", "PipelineModule", "SequenceRanks", "ShardedOnebitAdam",
+    "ShardedOnebitLamb", "ShardedZeroOneAdam", "TiedLayerSpec", "add_config_arguments", "data", "data_efficiency",
+    "export_compressed", "export_weights", "fsdp", "get_accelerator", "grid", "import_compressed", "import_weights",
+    "init_compression", "init_distributed", "init_inference", "initialize", "log_dist", "materialize",
+    "read_checkpoint_weights", "read_config", "redundancy_clean", "ring_attention", "sequence_parallel", "split",
+    "tensor",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from .parallel import fsdp, tensor
     from .pipeline.layers import LayerSpec, PipelineModule, TiedLayerSpec
     from .pipeline.split import split
-    from .sequence import ring_attention, sequence_parallel
+    from .sequence import SequenceRanks, ring_attention, sequence_parallel
     from .sharded.adam import ShardedOnebitAdam
     from .sharded.exchange import NotFiniteError
     from .sharded.lamb import ShardedOnebitLamb
@@ -101,6 +102,7 @@ else:
         "NotFiniteError": ".sharded.exchange",
         "Offload": ".offload.optimizer",
         "PipelineModule": ".pipeline.layers",
+        "SequenceRanks": ".sequence",
         "ShardedOnebitAdam": ".sharded.adam",
         "ShardedOnebitLamb": ".sharded.lamb",
         "ShardedZeroOneAdam": ".sharded.zero_one_adam",

@@ -11,7 +11,8 @@ import logging
 import math
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -166,6 +167,13 @@ def _spell(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in told.items())
 
 
+class Closes(Protocol):
+    """A transport, or several."""
+
+    def close(self) -> None:
+        """Release it. All ranks; idempotent."""
+
+
 @dataclass(frozen=True)
 class Grid:
     """One rank's view of the grid. `start` makes it.
@@ -188,6 +196,15 @@ class Grid:
     transports: Mapping[str, TorchTransport]
     model_parallel_group: ModelParallelGroup
     sequence: TorchTransport
+    _parts: list[Closes] = field(default_factory=list, init=False, repr=False)
+
+    def close_first(self, part: Closes) -> None:
+        """Close something that was split off a transport of this grid before the grid itself.
+
+        Args:
+            part: The same on all ranks.
+        """
+        self._parts.append(part)
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -214,6 +231,7 @@ class Grid:
     def close(self) -> None:
         """Wait for all ranks, then release transports and process groups. All ranks; idempotent."""
         for transport in (
+            *self._parts,
             *self.transports.values(),
             self.sequence,
             self.model_parallel_group.transport,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from onebit.comm import Codec, Transport
-from onebit.zero.sequence import Pieces, ring_attention
+from onebit.comm import Codec
+from onebit.zero.sequence import SequenceRanks, ring_attention
 
 VOCABULARY = 256
 
@@ -57,22 +57,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *, 
 
 
 class SplitText:
-    """The piece of each text that a rank computes. All ranks of the transport have the same texts."""
+    """The piece of each text that a rank computes. All ranks of the sequence have the same texts."""
 
-    def __init__(self, transport: Transport, codec: Codec | None):
-        self.ranks, self._transport, self._codec = transport.world_size, transport, codec
-        self._pieces = Pieces(0, transport.world_size)
+    def __init__(self, ranks: SequenceRanks, codec: Codec | None):
+        self.ranks, self._codec, self._pieces = ranks, codec, ranks.pieces(0)
 
     def cut(self, x_BT: Tensor) -> Tensor:
-        return Pieces(x_BT.shape[1], self.ranks).cut(x_BT, self._transport.rank)
+        return self.ranks.pieces(x_BT.shape[1]).cut(x_BT, self.ranks.rank)
 
     def begin(self, text_BT: Tensor) -> tuple[Tensor, Tensor]:
         """The piece of a text, and its places [T]."""
-        self._pieces = Pieces(text_BT.shape[1], self.ranks)
-        return self.cut(text_BT), self._pieces.positions(self._transport.rank, text_BT.device)
+        self._pieces = self.ranks.pieces(text_BT.shape[1])
+        return self.cut(text_BT), self._pieces.positions(self.ranks.rank, text_BT.device)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ring_attention(q, k, v, self._transport, self._pieces, codec=self._codec)
+        return ring_attention(q, k, v, self.ranks, self._pieces, codec=self._codec)
 
 
 class Block(nn.Module):
@@ -155,9 +154,9 @@ class GPT(nn.Module):
             x_BTD = block(x_BTD, _keeping(past_key_values, number), attention_mask)
         return F.linear(self.norm(x_BTD), self.bytes.weight)
 
-    def split_sequences(self, transport: Transport, codec: Codec | None) -> None:
+    def split_sequences(self, ranks: SequenceRanks, codec: Codec | None) -> None:
         """`onebit.zero.sequence_parallel`'s: from now on each rank computes a piece of every text."""
-        self.split = SplitText(transport, codec)
+        self.split = SplitText(ranks, codec)
         for block in self.blocks:
             block.core_attention = self.split.attend
 
@@ -178,7 +177,7 @@ def next_byte_loss(logits_BTV: Tensor, windows: Tensor, split: SplitText | None 
     targets = windows[:, 1:]
     its = targets if split is None else split.cut(targets)
     loss = F.cross_entropy(logits_BTV.float().flatten(0, 1), its.flatten())
-    return loss if split is None else loss * (its.numel() * split.ranks / targets.numel())
+    return loss if split is None else loss * (its.numel() * split.ranks.transport.world_size / targets.numel())
 
 
 def build_model(size: str | ModelSize, seed: int) -> GPT:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from onebit import zero
-from onebit.comm import Codec, Transport, init
+from onebit.comm import Codec, init
 from onebit.comm.messages import gather_bytes
 from onebit.zero.features import FEATURES
 from onebit.zero.forms import FORMS
 from onebit.zero.forms.dense import Dense
-from onebit.zero.sequence import Pieces, ring_attention
+from onebit.zero.sequence import SequenceRanks, ring_attention
 
 FIRST, MORE = 6, 4
 CONTEXT, VOCABULARY = 16, 20
@@ -33,14 +33,14 @@ class Net(nn.Module):
         self.core_attention = nn.functional.scaled_dot_product_attention
         self.embed, self.out = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
 
-    def split_sequences(self, transport: Transport, codec: Codec | None) -> None:
-        self.sequence, pieces = transport, Pieces(CONTEXT, transport.world_size)
-        self.core_attention = lambda q, k, v: ring_attention(q, k, v, transport, pieces, is_causal=False, codec=codec)
+    def split_sequences(self, ranks: SequenceRanks, codec: Codec | None) -> None:
+        self.sequence, pieces = ranks, ranks.pieces(CONTEXT)
+        self.core_attention = lambda q, k, v: ring_attention(q, k, v, ranks, pieces, is_causal=False, codec=codec)
 
     def piece(self, x: Tensor) -> Tensor:
         if self.sequence is None:
             return x
-        return Pieces(x.shape[1], self.sequence.world_size).cut(x, self.sequence.rank)
+        return self.sequence.pieces(x.shape[1]).cut(x, self.sequence.rank)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x_BHSd = self.embed(self.piece(tokens)).unflatten(2, (4, 4)).transpose(1, 2)

@@ -161,7 +161,7 @@ def trains_json(files: Sequence[str], folder: str) -> dict[str, str]:
         model = Attending() if "sparse_attention" in config else net()
         is_split = config.get("sequence_parallel_size", 1) != 1
         if is_split:  # its tokens do not attend to each other, so each rank of a sequence may compute all of them
-            model.split_sequences = lambda transport, codec: None
+            model.split_sequences = lambda ranks, codec: None
         try:
             engine, *_ = zero.initialize(
                 model=model,

@@ -19,6 +19,7 @@ ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 1e-3, "eps": 1e-4, "freeze_ste
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     **{f"stage {stage}": (stage, DENSE, {}) for stage in range(4)},
     "tensor": (2, DENSE, {"tensor": 2, "ranks_per_node": 4}),
+    "heads divided": (2, DENSE, {"sequence": {"ulysses_degree": 2}}),
     "one bit in nodes": (2, ONE_BIT, {"warmup_codec": "fp32", "ranks_per_node": 2}),
     "one bit replicated": (0, ONE_BIT, {"warmup_codec": "fp32"}),
     "local steps": (1, DENSE, {"local_steps": {"every": 1, "codec": "fp32"}, "ranks_per_node": 2}),
@@ -82,8 +83,8 @@ def two_by_two(folder: str) -> None:
             pairs = zip(second.module_state_dict().values(), facts[case]["weights"].values(), strict=True)
             facts[case]["resumed"] = again and all(torch.equal(a, b) for a, b in pairs)
         if case == "stage 2":
-            for sequence in (1, 4):
-                other = start(case, sequence)
+            for sequence, layout in ((1, case), (4, "heads divided")):
+                other = start(layout, sequence)
                 other.load_checkpoint(f"{folder}/{case}")
                 train(other, STEPS - RESUMED)
                 facts[f"{case}, then {sequence}"] = {"weights": other.module_state_dict()}

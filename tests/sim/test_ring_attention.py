@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from onebit.comm import Bf16Codec, Codec, Int4Codec, Int8Codec, SimTransport, ru
 from onebit.comm.codecs.tensors import decode_, encode
 from onebit.zero.sequence import local, sight
 from onebit.zero.sequence.pieces import Pieces
+from onebit.zero.sequence.ranks import SequenceRanks
 from onebit.zero.sequence.ring import ring_attention
 from onebit.zero.sequence.sight import Sight
 
@@ -138,6 +140,58 @@ def ranges_of(mask: Tensor, pieces: Pieces, rank: int, source: int) -> int:
     return sum(its[-1] - its[0] + 1 for its in chunks if its)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize(("W", "U"), [(2, 2), (4, 2), (6, 2), (6, 3), (8, 4), (3, 3)])
+@pytest.mark.parametrize("length", [1, 5, 24, 41])
+@pytest.mark.parametrize(("heads", "groups"), [(12, 12), (12, 6), (12, 4), (12, 1)])
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "all"])
+@pytest.mark.parametrize("window", [None, 7])
+def test_ranks_of_a_node_divide_heads(
+    window: int | None, is_causal: bool, heads: int, groups: int, length: int, W: int, U: int
+) -> None:
+    """On two levels; between nodes travel keys and values of a rank's heads alone."""
+    given, mask = drawn(length, heads, groups), dense_mask(length, is_causal, window)
+    shared = math.lcm(groups, U)
+
+    def rank(transport: SimTransport) -> list[Tensor]:
+        ranks = SequenceRanks.of(transport, U)
+        pieces = ranks.pieces(length)
+        assert pieces == Pieces(length, W, U)
+        q, k, v, grad = (pieces.cut(x, transport.rank, 2) for x in given)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        out = ring_attention(q, k, v, ranks, pieces, is_causal=is_causal, window=window)
+        found = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+        node, nodes = transport.rank // U, Pieces(length, W // U)
+        going = sum(ranges_of(mask, nodes, other, node) for other in range(W // U))
+        coming = sum(ranges_of(mask, nodes, node, other) for other in range(W // U))
+        assert ranks.ring.sent_bytes == 2 * 2 * (shared // U) * 8 * 4 * (2 * going + coming)
+        largest = max(pieces.sizes(node))
+        exchanged = 2 * largest * 8 * 4 * (2 * heads + 2 * shared) // U  # queries, keys, values, outputs
+        assert ranks.heads.sent_bytes == (U - 1) * 2 * exchanged
+        assert transport.sent_bytes == 0
+        ranks.close()
+        return found
+
+    whole_pieces = Pieces(length, W, U)
+    parts = [whole_pieces.join(list(each), 2) for each in zip(*run_ranks(W, rank), strict=True)]
+    for found, expected in zip(parts, whole(given, mask), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
+def test_ranks_that_cannot_divide_heads_are_refused() -> None:
+    def rank(transport: SimTransport) -> None:
+        with pytest.raises(ValueError, match=f"rank {transport.rank}: expected ulysses_degree to divide the 4 ranks"):
+            SequenceRanks.of(transport, 3)
+        ranks = SequenceRanks.of(transport, 4)
+        q, k, v, _ = (ranks.pieces(8).cut(x, transport.rank, 2) for x in drawn(8, 6, 3))
+        with pytest.raises(ValueError, match=f"rank {transport.rank}: 4 ranks cannot divide 6 heads with 3"):
+            ring_attention(q, k, v, ranks, ranks.pieces(8))
+        with pytest.raises(ValueError, match="of which 1 divide heads, but there are 4, of which 4 do"):
+            ring_attention(q, k, v, ranks, Pieces(8, 4))
+
+    run_ranks(4, rank)
+
+
 def test_the_bytes_of_a_window_do_not_grow_with_the_length() -> None:
     def sent(length: int) -> int:
         sees = Sight(Pieces(length, 4), window=32)
@@ -240,9 +294,10 @@ def test_every_rank_computes_the_same_number_of_pairs(W: int) -> None:
 
 @pytest.mark.parametrize("W", WORLDS)
 @pytest.mark.parametrize("length", [0, 1, 7, 64, 65])
-def test_pieces_hold_each_token_once_in_order(length: int, W: int) -> None:
-    pieces, tokens = Pieces(length, W), torch.arange(length)
-    parts = [pieces.cut(tokens, rank, 0) for rank in range(W)]
+@pytest.mark.parametrize("U", [1, 2])
+def test_pieces_hold_each_token_once_in_order(length: int, W: int, U: int) -> None:
+    pieces, tokens = Pieces(length, W * U, U), torch.arange(length)
+    parts = [pieces.cut(tokens, rank, 0) for rank in range(W * U)]
     assert torch.equal(pieces.join(parts, 0), tokens)
     for rank, part in enumerate(parts):
         assert torch.equal(part, pieces.positions(rank)) and len(part) == pieces.size(rank)
@@ -253,7 +308,7 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
     q, k, v, _ = drawn(12)
     transport = SimTransport()
     for given, words in (
-        ((q, k, v, Pieces(12, 2)), "pieces for 2 ranks, and the transport has 1"),
+        ((q, k, v, Pieces(12, 2)), "pieces for 2 ranks, of which 1 divide heads, but there are 1"),
         ((q, k, v, Pieces(13, 1)), r"expected queries and keys \[b, heads, 13, d\]"),
         ((q, k, v[:, :1], Pieces(12, 1)), "expected keys and values .* of one shape"),
         ((q[:, :3], k, v, Pieces(12, 1)), "g a divisor of the 3 query heads"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from onebit.comm import SimTransport, run_ranks
 from onebit.zero import sequence_parallel
-from onebit.zero.sequence import huggingface
+from onebit.zero.sequence import SequenceRanks, huggingface
 from onebit.zero.sequence.pieces import Pieces
 
 transformers = pytest.importorskip("transformers")
@@ -65,20 +65,20 @@ def results(model: nn.Module, given: dict[str, Any]) -> tuple[Tensor, list[Tenso
     return output.loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def on_ranks(W: int, make: Callable[[], nn.Module], given: dict[str, Any]) -> list[Any]:
+def on_ranks(W: int, make: Callable[[], nn.Module], given: dict[str, Any], ulysses_degree: int = 1) -> list[Any]:
     """Every rank's losses and gradients. transformers is not safe to build models in threads."""
     models = [make() for _ in range(W)]
 
     def rank(transport: SimTransport) -> Any:
-        model = sequence_parallel(models[transport.rank], transport)
+        model = sequence_parallel(models[transport.rank], SequenceRanks.of(transport, ulysses_degree))
         return results(model, copy.deepcopy(given))
 
     return run_ranks(W, rank)
 
 
-def check(W: int, make: Callable[[], nn.Module], given: dict[str, Any]) -> None:
+def check(W: int, make: Callable[[], nn.Module], given: dict[str, Any], ulysses_degree: int = 1) -> None:
     loss, grads = results(make(), copy.deepcopy(given))
-    ranks = on_ranks(W, make, given)
+    ranks = on_ranks(W, make, given, ulysses_degree)
     torch.testing.assert_close(torch.stack([its for its, _ in ranks]).mean(), loss, rtol=1e-5, atol=1e-5)
     for k, expected in enumerate(grads):
         mean = torch.stack([its[k] for _, its in ranks]).mean(0)
@@ -103,6 +103,21 @@ def test_an_encoder_sees_all_pieces(name: str) -> None:
 @pytest.mark.parametrize("W", [1, 2, 4, 5])
 def test_any_number_of_ranks(W: int) -> None:
     check(W, lambda: build("Llama", CAUSAL["Llama"]), batch(32))
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert"])
+@pytest.mark.parametrize(("W", "U"), [(2, 2), (4, 2), (4, 4), (6, 2)])
+def test_ranks_that_divide_heads(name: str, W: int, U: int) -> None:
+    """Four heads, in Llama two of keys and values; packed documents, and padding of the encoder."""
+    if name == "Bert":
+        mask = torch.ones(2, 23).long()
+        mask[0, :4] = mask[1, 19:] = 0
+        given = batch(23) | {"attention_mask": mask}
+        given["labels"] = given["labels"].masked_fill(mask == 0, -100)
+        check(W, lambda: build(name, MASKED[name], "ForMaskedLM"), given, U)
+    else:
+        given = batch(23) | {"position_ids": PACKED}
+        check(W, lambda: build(name, CAUSAL[name] | {"use_cache": False}), given, U)
 
 
 def test_checkpointed_activations_are_computed_again_with_the_same_pieces() -> None:

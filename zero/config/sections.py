@@ -306,12 +306,13 @@ class Pipelining:
 class Sequence:
     """How the ranks of a sequence exchange keys and values, if sequence_parallel_size is above 1.
 
-    codec: format in which they travel; null: uncompressed. block: elements per scale of int8 and int4. See
-    `sequence/ring.py`.
+    codec: format in which they travel; null: uncompressed. block: elements per scale of int8 and int4. ulysses_degree:
+    how many neighbouring ranks, those of a node, divide the heads. See `sequence/ring.py` and `sequence/ranks.py`.
     """
 
     codec: str | None = key(None, TEXT, null=True, choices=("bf16", "int8", "int4"))
     block: int = key(64, INT, least=64)
+    ulysses_degree: int = key(1, INT, least=1)
 
     def __post_init__(self) -> None:
         check_block(self)

@@ -10,11 +10,13 @@ from torch import nn
 
 from ...comm import codec_named
 from ..config.entries.zero_one_adam import ZeroOneAdamParams
+from ..config.sections import Sequence
 from ..config.whole import Config
 from ..feature import Asked, Feature
 from ..grid import Grid
 from ..parallel.tensor import splits_sequence
 from ..sequence.models import check_splits, sequence_parallel
+from ..sequence.ranks import SequenceRanks
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +38,14 @@ class SequenceParallelism(Feature):
     def of(cls, asked: Asked) -> SequenceParallelism | None:
         config, given = asked.config, asked.config.onebit.sequence
         if config.sequence_ranks == 1:
-            if given.codec is not None and asked.rank == 0:
-                log.warning("onebit.sequence.codec has no effect: sequence_parallel_size is 1")
+            if given != Sequence() and asked.rank == 0:
+                log.warning("onebit.sequence has no effect: sequence_parallel_size is 1")
             return None
+        if config.sequence_ranks % given.ulysses_degree:
+            raise ValueError(
+                f"rank {asked.rank}: expected onebit.sequence.ulysses_degree to divide sequence_parallel_size, got "
+                f"{given.ulysses_degree} and {config.sequence_ranks}"
+            )
         others = {
             "sparse_attention": config.sparse_attention.mode is not None,
             "data_efficiency.data_routing.random_ltd": config.data_efficiency.random_ltd is not None,
@@ -63,7 +70,9 @@ class SequenceParallelism(Feature):
             )
         given = self._config.onebit.sequence
         codec = None if given.codec is None else codec_named(given.codec, given.block)
-        sequence_parallel(model, grid.sequence, codec=codec)
+        levels = SequenceRanks.of(grid.sequence, given.ulysses_degree)
+        grid.close_first(levels)
+        sequence_parallel(model, levels, codec=codec)
 
 
 def _replicas_differ(config: Config) -> bool:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...comm import Codec, Transport
+from ...comm import Codec
 from ...comm.messages import gather_texts
-from .pieces import Pieces
+from .ranks import SequenceRanks
 from .ring import attention_by_sight
 from .sight import Sight
 
@@ -52,7 +52,7 @@ def check_splits(model: nn.Module, rank: int) -> None:
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         raise ValueError(
             f"rank {rank}: {type(model).__name__} is no model of transformers, and has no method split_sequences("
-            "transport, codec); write one that calls ring_attention in its attention (docs/long-sequences.md)"
+            "ranks, codec); write one that calls ring_attention in its attention (docs/long-sequences.md)"
         )
     if any(_HOLDER in module.__dict__ for module in model.modules()):
         raise ValueError(
@@ -70,12 +70,12 @@ def check_splits(model: nn.Module, rank: int) -> None:
         )
 
 
-def split_sequences(model: Any, transport: Transport, codec: Codec | None) -> None:
+def split_sequences(model: Any, ranks: SequenceRanks, codec: Codec | None) -> None:
     """Split the sequences of a model that `check_splits` has passed, in place. All ranks.
 
     Args:
         model: A model of transformers.
-        transport: Between the ranks of the sequence.
+        ranks: The ranks of the sequence.
         codec: Format in which keys and values travel; None: as they are.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -85,7 +85,7 @@ def split_sequences(model: Any, transport: Transport, codec: Codec | None) -> No
         first = int(model.config.pad_token_id) + 1  # RoBERTa and its relatives
     else:
         first = 0
-    holder = _Holder(model, transport, first, codec)
+    holder = _Holder(model, ranks, first, codec)
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.__dict__[_HOLDER] = holder
@@ -112,8 +112,8 @@ class _Holder:
         codec: Format in which keys and values travel.
     """
 
-    def __init__(self, model: nn.Module, transport: Transport, first_position: int, codec: Codec | None):
-        self.transport, self.pieces, self.calls = transport, Pieces(0, transport.world_size), 0
+    def __init__(self, model: nn.Module, ranks: SequenceRanks, first_position: int, codec: Codec | None):
+        self.ranks, self.pieces, self.calls = ranks, ranks.pieces(0), 0
         self._first_position, self.codec = first_position, codec
         self._sees_all = not all(_is_causal(module) for module in model.modules() if hasattr(module, "is_causal"))
         self._labels: tuple[Tensor, Tensor | float] | None = None
@@ -127,13 +127,13 @@ class _Holder:
 
     def cut(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         """The hook before forward: this rank's piece of its arguments."""
-        rank = self.transport.rank
+        rank = self.ranks.rank
         given = {name: x for name, x in (dict(zip(self._names, args, strict=False)) | named).items() if x is not None}
         tokens = given.get("input_ids", given.get("inputs_embeds"))
         if tokens is None:
             raise ValueError(f"rank {rank}: expected input_ids or inputs_embeds of the whole sequence")
         b, length = tokens.shape[:2]
-        self.pieces, self.calls = Pieces(length, self.transport.world_size), 0
+        self.pieces, self.calls = self.ranks.pieces(length), 0
         _under_way.set(self)
         self._check(tokens, given)
         found: dict[str, Any] = {
@@ -160,7 +160,7 @@ class _Holder:
                 is_causal=is_causal,
                 window=window,
                 documents=self._documents,
-                rank=self.transport.rank,
+                rank=self.ranks.rank,
             )
         return self._sights[is_causal, window]
 
@@ -190,28 +190,28 @@ class _Holder:
         labels, kind = given["labels"], type(model).__name__
         if not kind.endswith(_SHIFTED + _UNSHIFTED) or getattr(model.config, "output_router_logits", False):
             raise ValueError(
-                f"rank {self.transport.rank}: it is not known how the loss of {kind} follows from pieces; leave labels "
+                f"rank {self.ranks.rank}: it is not known how the loss of {kind} follows from pieces; leave labels "
                 "out, and compute it from the outputs"
             )
         if kind.endswith(_SHIFTED):
             labels = F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
         count = given.get("num_items_in_batch", (labels != _IGNORED).sum())
-        return self.pieces.cut(labels, self.transport.rank), count / self.transport.world_size
+        return self.pieces.cut(labels, self.ranks.rank), count / self.pieces.world_size
 
     def _check(self, tokens: Tensor, given: Mapping[str, Any]) -> None:
-        rank, length = self.transport.rank, tokens.shape[1]
+        rank, length = self.ranks.rank, tokens.shape[1]
         digest = 0
         for x in (given[name] for name in sorted(given) if isinstance(given[name], Tensor)):
             digest = zlib.crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), digest)
-        seen = gather_texts(self.transport, f"{tuple(tokens.shape)}, checksum {digest:08x}, and {sorted(given)}")
+        seen = gather_texts(self.ranks.transport, f"{tuple(tokens.shape)}, checksum {digest:08x}, and {sorted(given)}")
         if other := next((its for its in enumerate(seen) if its[1] != seen[0]), None):
             raise ValueError(
                 f"rank {rank}: all ranks of a sequence are called with the same whole batch; rank 0 has {seen[0]}, "
                 f"rank {other[0]} has {other[1]}"
             )
-        if min(map(self.pieces.size, range(self.transport.world_size))) == 0:
+        if min(map(self.pieces.size, range(self.pieces.world_size))) == 0:
             raise ValueError(
-                f"rank {rank}: a sequence of {length} tokens is too short for {self.transport.world_size} ranks"
+                f"rank {rank}: a sequence of {length} tokens is too short for {self.pieces.world_size} ranks"
             )
         for name, x in given.items():
             if name in ("attention_mask", "labels", "position_ids", "num_items_in_batch") or isinstance(x, _PLAIN):
@@ -233,15 +233,13 @@ class _Holder:
                 f"rank {rank}: attention_mask has padding between tokens; pad before or after those of a row"
             )
         if places is not None and (places.dim() != 2 or places.shape[1] != length):
-            raise ValueError(
-                f"rank {rank}: expected position_ids [sequences, {length}], got {list(places.shape)}"
-            )
+            raise ValueError(f"rank {rank}: expected position_ids [sequences, {length}], got {list(places.shape)}")
 
     def finish(self, model: nn.Module, args: object, output: Any) -> Any:
         """The hook after forward: attention must have been ours; the loss comes first in the output, as usual."""
         if self.calls == 0:
             raise ValueError(
-                f"rank {self.transport.rank}: {type(model).__name__} has called no attention function of transformers' "
+                f"rank {self.ranks.rank}: {type(model).__name__} has called no attention function of transformers' "
                 "registry, so tokens have seen only their own piece; its sequences cannot be split over ranks"
             )
         if self._labels is None:
@@ -283,8 +281,7 @@ def _attention(
     asked = [name for name in _UNSUPPORTED if options.get(name) is not None and options[name] is not False]
     if asked:
         raise ValueError(
-            f"rank {holder.transport.rank}: ring attention has no {asked[0]}; set it to none in the model's "
-            "configuration"
+            f"rank {holder.ranks.rank}: ring attention has no {asked[0]}; set it to none in the model's configuration"
         )
     holder.calls += 1
     said = options.get("is_causal")
@@ -293,14 +290,14 @@ def _attention(
     its = options.get("sliding_window")
     if window is None and isinstance(its, int) and its < holder.pieces.length:
         raise ValueError(
-            f"rank {holder.transport.rank}: {type(module).__name__} asks for a window of {its} tokens, which its mask "
+            f"rank {holder.ranks.rank}: {type(module).__name__} asks for a window of {its} tokens, which its mask "
             f"does not have, for a sequence of {holder.pieces.length}: it is not clear what its tokens see"
         )
     out = attention_by_sight(
         query,
         key,
         value,
-        holder.transport,
+        holder.ranks,
         holder.sight(is_causal=is_causal, window=window),
         scale=scaling,
         dropout=dropout,

@@ -8,6 +8,7 @@ from torch import nn
 
 from ...comm import Codec, Transport
 from . import huggingface
+from .ranks import SequenceRanks
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -16,14 +17,14 @@ M = TypeVar("M", bound=nn.Module)
 class SplitsSequences(Protocol):
     """A model that computes its own attention, and can do so on pieces of sequences."""
 
-    def split_sequences(self, transport: Transport, codec: Codec | None) -> None:
-        """From now on, compute a rank's piece of each sequence, with `ring_attention`.
+    def split_sequences(self, ranks: SequenceRanks, codec: Codec | None) -> None:
+        """From now on, compute a rank's piece of each sequence, with `ring_attention` and `ranks.pieces(length)`.
 
-        All ranks of the transport call forward with the same whole batch. The mean of their losses, and so of their
+        All ranks of the sequence call forward with the same whole batch. The mean of their losses, and so of their
         gradients, must be that of the whole batch.
 
         Args:
-            transport: Between the ranks of a sequence.
+            ranks: Those that share a sequence; they go to `ring_attention` as they are.
             codec: Format in which keys and values travel; None: as they are.
         """
 
@@ -42,7 +43,7 @@ def check_splits(model: nn.Module, rank: int) -> None:
         huggingface.check_splits(model, rank)
 
 
-def sequence_parallel(model: M, transport: Transport, *, codec: Codec | None = None) -> M:
+def sequence_parallel(model: M, transport: Transport | SequenceRanks, *, codec: Codec | None = None) -> M:
     """Split the sequences of a model over ranks, in place. All ranks.
 
     From now on all ranks call the model with the same whole batch, and each computes its piece, see `Pieces`. The mean
@@ -57,8 +58,8 @@ def sequence_parallel(model: M, transport: Transport, *, codec: Codec | None = N
 
     Args:
         model: A model of transformers whose attention comes from its registry of attention functions, or one with a
-            method `split_sequences(transport, codec)`, see `sequence.models.SplitsSequences`.
-        transport: Between the ranks of the sequence.
+            method `split_sequences(ranks, codec)`, see `sequence.models.SplitsSequences`.
+        transport: Between the ranks of the sequence; or these ranks on two levels, see `SequenceRanks.of`.
         codec: Format in which keys and values travel; see `ring_attention`. Default None: as they are.
 
     Returns:
@@ -69,9 +70,10 @@ def sequence_parallel(model: M, transport: Transport, *, codec: Codec | None = N
             transformers raises it if ranks have different inputs, and for what ring attention does not have: caches,
             chunks, windows to both sides.
     """
-    check_splits(model, transport.rank)
+    ranks = SequenceRanks.of(transport)
+    check_splits(model, ranks.rank)
     if isinstance(model, SplitsSequences):
-        model.split_sequences(transport, codec)
+        model.split_sequences(ranks, codec)
     else:
-        huggingface.split_sequences(model, transport, codec)
+        huggingface.split_sequences(model, ranks, codec)
     return model

@@ -3,6 +3,9 @@
 In causal attention a token sees those before it, so the last of W equal pieces would cost 2·W - 1 times as much as the
 first. The sequence is cut into 2·W chunks instead; rank r holds chunks r and 2·W - 1 - r ("zigzag"). Every rank then
 computes the same number of pairs, and what it computes with another rank's piece is a rectangle without a mask.
+
+If the ranks of a node divide heads (`ranks.py`), nodes take the places of ranks, and each rank of a node has a part of
+the node's tokens, of equal size.
 """
 
 from __future__ import annotations
@@ -20,24 +23,36 @@ class Pieces:
     Attributes:
         length: Tokens of the sequence. If it does not divide, the first chunks have one token more.
         world_size: Number of ranks, W.
+        ulysses_degree: How many neighbouring ranks divide heads; they are the ranks of a node. Default 1.
     """
 
     length: int
     world_size: int
+    ulysses_degree: int = 1
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes, each of `ulysses_degree` ranks."""
+        return self.world_size // self.ulysses_degree
 
     def chunk(self, k: int) -> range:
-        """Return the tokens of chunk k, 0 to 2·W - 1."""
-        size, more = divmod(self.length, 2 * self.world_size)
+        """Return the tokens of chunk k, 0 to 2·nodes - 1."""
+        size, more = divmod(self.length, 2 * self.nodes)
         start = k * size + min(k, more)
         return range(start, start + size + (k < more))
 
-    def chunks(self, rank: int) -> tuple[range, range]:
-        """Return the tokens of a rank's first and second chunk."""
-        return self.chunk(rank), self.chunk(2 * self.world_size - 1 - rank)
+    def chunks(self, node: int) -> tuple[range, range]:
+        """Return the tokens of a node's first and second chunk; a rank is a node if none divide heads."""
+        return self.chunk(node), self.chunk(2 * self.nodes - 1 - node)
+
+    def sizes(self, node: int) -> list[int]:
+        """Return the number of tokens of each rank of a node."""
+        size, more = divmod(sum(map(len, self.chunks(node))), self.ulysses_degree)
+        return [size + (k < more) for k in range(self.ulysses_degree)]
 
     def size(self, rank: int) -> int:
         """Return the number of a rank's tokens."""
-        return sum(map(len, self.chunks(rank)))
+        return self.sizes(rank // self.ulysses_degree)[rank % self.ulysses_degree]
 
     def positions(self, rank: int, device: torch.device | None = None) -> Tensor:
         """Return the places of a rank's tokens in the sequence, int64 [size], ascending.
@@ -46,9 +61,11 @@ class Pieces:
             rank: The rank.
             device: Device of the result. Default None: the host.
         """
-        first, second = self.chunks(rank)
-        device = torch.device("cpu") if device is None else device
-        return torch.tensor([*first, *second], dtype=torch.int64, device=device)
+        node, part = divmod(rank, self.ulysses_degree)
+        first, second = self.chunks(node)
+        start = sum(self.sizes(node)[:part])
+        its = [*first, *second][start : start + self.size(rank)]
+        return torch.tensor(its, dtype=torch.int64, device=torch.device("cpu") if device is None else device)
 
     def cut(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """Return a rank's piece of a tensor, new.
@@ -58,8 +75,7 @@ class Pieces:
             rank: The rank.
             dim: That dimension. Default 1.
         """
-        first, second = (x.narrow(dim, chunk.start, len(chunk)) for chunk in self.chunks(rank))
-        return torch.cat([first, second], dim)
+        return x.index_select(dim, self.positions(rank, x.device))
 
     def join(self, pieces: list[Tensor], dim: int = 1) -> Tensor:
         """Return the whole of all ranks' pieces; the inverse of `cut`.
@@ -68,8 +84,5 @@ class Pieces:
             pieces: The pieces, in rank order.
             dim: Their dimension of tokens. Default 1.
         """
-        chunks: list[Tensor] = [piece.narrow(dim, 0, 0) for piece in pieces for _ in range(2)]
-        for rank, piece in enumerate(pieces):
-            sizes = [len(chunk) for chunk in self.chunks(rank)]
-            chunks[rank], chunks[2 * self.world_size - 1 - rank] = piece.split(sizes, dim)
-        return torch.cat(chunks, dim)
+        places = torch.cat([self.positions(rank) for rank in range(self.world_size)])
+        return torch.cat(pieces, dim).index_select(dim, places.argsort().to(pieces[0].device))

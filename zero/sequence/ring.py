@@ -14,6 +14,7 @@ Shape legend: b sequences, h query heads, g key-value heads, s tokens of this ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from ...comm import Codec, Transport, Work
 from ...comm.codecs.tensors import decode_, encode, frame_bytes
 from .local import Dropout, attend, attend_backward
 from .pieces import Pieces
+from .ranks import SequenceRanks, to_heads, to_tokens
 from .sight import Sight, Tile
 
 
@@ -33,7 +35,7 @@ def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    transport: Transport,
+    transport: Transport | SequenceRanks,
     pieces: Pieces,
     *,
     is_causal: bool = True,
@@ -53,8 +55,9 @@ def ring_attention(
         q: Queries of this rank's piece, [b, h, s, d], floating.
         k: Its keys, [b, g, s, d], q's dtype; g divides h.
         v: Its values, of k's shape.
-        transport: Between the ranks of the sequence.
-        pieces: How the sequence is cut; the same on all ranks.
+        transport: Between the ranks of the sequence; or these ranks on two levels, of which those of a node divide the
+            heads: they exchange 2·b·(h + g)·d elements for each token of theirs forward, and as many backward.
+        pieces: How the sequence is cut, with their ulysses_degree; the same on all ranks.
         is_causal: Whether a token sees only itself and those before it. Default True.
         window: How many tokens a token sees at most, with itself, to each side that it sees; the same on all ranks.
             Default None: all.
@@ -75,14 +78,14 @@ def ring_attention(
         PeerError: Another rank is missing, or gives other shapes.
     """
     sight = Sight(pieces, is_causal=is_causal, window=window, documents=documents, rank=transport.rank)
-    return attention_by_sight(q, k, v, transport, sight, scale=scale, dropout=dropout, codec=codec)
+    return attention_by_sight(q, k, v, SequenceRanks.of(transport), sight, scale=scale, dropout=dropout, codec=codec)
 
 
 def attention_by_sight(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    transport: Transport,
+    ranks: SequenceRanks,
     sight: Sight,
     *,
     scale: float | None = None,
@@ -95,7 +98,7 @@ def attention_by_sight(
         q: As there.
         k: As there.
         v: As there.
-        transport: As there.
+        ranks: As transport there.
         sight: What tokens see; the same on all ranks.
         scale: As there.
         dropout: As there.
@@ -105,10 +108,12 @@ def attention_by_sight(
         ValueError: As there.
         PeerError: As there.
     """
-    rank, pieces = transport.rank, sight.pieces
-    if pieces.world_size != transport.world_size:
+    rank, pieces, heads = ranks.rank, sight.pieces, ranks.heads
+    U = 1 if heads is None else heads.world_size
+    if (pieces.world_size, pieces.ulysses_degree) != (ranks.transport.world_size, U):
         raise ValueError(
-            f"rank {rank}: pieces for {pieces.world_size} ranks, and the transport has {transport.world_size}"
+            f"rank {rank}: pieces for {pieces.world_size} ranks, of which {pieces.ulysses_degree} divide heads, but "
+            f"there are {ranks.transport.world_size}, of which {U} do; take the ranks' pieces(length)"
         )
     if q.dim() != 4 or k.dim() != 4 or q.shape[2] != pieces.size(rank) or k.shape[2] != pieces.size(rank):
         raise ValueError(
@@ -132,10 +137,22 @@ def attention_by_sight(
         raise ValueError(f"rank {rank}: expected a dropout of at least 0 and below 1, got {dropout}")
     # Drawn here, so that a checkpointed layer that is computed again with the same state drops the same weights.
     seed = int(torch.randint(1 << 31, (), dtype=torch.int64, device="cpu")) + rank if dropout else 0
-    found: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, _Ring(transport, sight, codec, dropout, seed), q.shape[3] ** -0.5 if scale is None else scale
-    )
-    return found
+    ring = _Ring(ranks.ring, sight, codec, dropout, seed)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if heads is None:
+        found: Tensor = _RingAttention.apply(q, k, v, ring, scale)  # type: ignore[no-untyped-call]
+        return found
+    h, g = q.shape[1], math.lcm(k.shape[1], U)
+    if h % g:
+        raise ValueError(
+            f"rank {rank}: {U} ranks cannot divide {h} heads with {k.shape[1]} of keys and values; set ulysses_degree "
+            "to a divisor of both, or to 1"
+        )
+    k, v = (x if x.shape[1] == g else x.repeat_interleave(g // k.shape[1], 1) for x in (k, v))
+    sizes = pieces.sizes(rank // U)
+    its = to_heads(torch.cat([x.unflatten(1, (U, -1)) for x in (q, k, v)], 2), heads, sizes)
+    out = _RingAttention.apply(*its.split([h // U, g // U, g // U], 1), ring, scale)  # type: ignore[no-untyped-call]
+    return to_tokens(out, heads, sizes).flatten(1, 2)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Which tokens each token sees: itself, and an interval around it.
 
-Causal sequences, windows, packed documents and padding are all such intervals. The tokens that a rank's chunk sees are
-one, too, so that of another rank's piece it needs one range of each chunk, which both ranks know without asking.
+Causal sequences, windows, packed documents and padding are all such intervals. The tokens that a node's chunk sees are
+one, too, so that of another node's tokens it needs one range of each chunk, which both know without asking. A node is a
+rank, unless ranks divide heads (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Tile:
     """Queries and keys that are computed with at once.
 
     Attributes:
-        rows: The queries, in their rank's piece.
+        rows: The queries, among their node's tokens.
         keys: The keys, among those that travel.
         hidden: Which keys each query does not see, bool [b or 1, 1, rows, keys]. None: it sees all of them.
         is_triangle: Whether query i of the tile sees its keys 0 to i alone; then `hidden` is None.
@@ -82,20 +83,20 @@ class Sight:
             end = end.minimum(places + 1)
         self._first, self._end = first, end
         self._is_triangle = is_causal and documents is None and (window is None or window >= n)
-        self._ranges = {rank: self._of_chunks(rank) for rank in range(pieces.world_size)}
+        self._ranges = {node: self._of_chunks(node) for node in range(pieces.nodes)}
 
-    def keys(self, rank: int, source: int) -> list[slice]:
-        """Return the ranges of one rank's piece that queries of another see; of its own a rank has all.
+    def keys(self, node: int, source: int) -> list[slice]:
+        """Return the ranges of one node's tokens that queries of another see; of its own it has all.
 
         Args:
-            rank: The rank of the queries.
-            source: The rank of the keys.
+            node: The node of the queries: a rank, if none divide heads.
+            source: The node of the keys.
         """
-        if rank == source:
-            return [slice(0, self.pieces.size(rank))]
+        if node == source:
+            return [slice(0, sum(self.pieces.sizes(node)))]
         found, before = [], 0
         for chunk in self.pieces.chunks(source):
-            cut = [(max(low, chunk.start), min(high, chunk.stop)) for low, high in self._ranges[rank]]
+            cut = [(max(low, chunk.start), min(high, chunk.stop)) for low, high in self._ranges[node]]
             cut = [(low, high) for low, high in cut if low < high]
             if cut:
                 shift = before - chunk.start
@@ -104,27 +105,27 @@ class Sight:
         return found
 
     def rounds(self) -> list[int]:
-        """Return the distances over which a rank sees keys of another: of windows, neighbours' alone."""
-        W = self.pieces.world_size
-        return [t for t in range(1, W) if any(self.keys(rank, (rank - t) % W) for rank in range(W))]
+        """Return the distances over which a node sees keys of another: of windows, neighbours' alone."""
+        N = self.pieces.nodes
+        return [t for t in range(1, N) if any(self.keys(node, (node - t) % N) for node in range(N))]
 
-    def tiles(self, rank: int, source: int, device: torch.device) -> Iterator[Tile]:
-        """Yield the parts of attention between one rank's queries and the `keys` of another.
+    def tiles(self, node: int, source: int, device: torch.device) -> Iterator[Tile]:
+        """Yield the parts of attention between one node's queries and the `keys` of another.
 
         Args:
-            rank: The rank of the queries.
-            source: The rank of the keys.
+            node: The node of the queries.
+            source: The node of the keys.
             device: Of `Tile.hidden`.
         """
-        size = self.pieces.size(rank)
-        if rank == source and self._is_triangle and size > 0:
+        size = sum(self.pieces.sizes(node))
+        if node == source and self._is_triangle and size > 0:
             yield Tile(slice(0, size), slice(0, size), is_triangle=True)
             return
-        queries, of_source = self.pieces.positions(rank), self.pieces.positions(source)
-        its = torch.cat([of_source[part] for part in self.keys(rank, source)] or [of_source[:0]])
+        queries, of_source = self._places(node), self._places(source)
+        its = torch.cat([of_source[part] for part in self.keys(node, source)] or [of_source[:0]])
         first, end = self._first[:, queries], self._end[:, queries]
         whole: Tile | None = None
-        for rows in self._rows(rank):
+        for rows in self._rows(node):
             firsts, ends = first[:, rows], end[:, rows]
             low, high = torch.searchsorted(its, torch.stack([firsts.min(), ends.max()])).tolist()
             if low == high:
@@ -142,19 +143,23 @@ class Sight:
         if whole is not None:
             yield whole
 
-    def _rows(self, rank: int) -> Iterator[slice]:
-        """A rank's queries, up to _ROWS of a chunk at a time."""
+    def _places(self, node: int) -> Tensor:
+        first, second = self.pieces.chunks(node)
+        return torch.tensor([*first, *second], dtype=torch.int64, device=self._first.device)
+
+    def _rows(self, node: int) -> Iterator[slice]:
+        """A node's queries, up to _ROWS of a chunk at a time."""
         before = 0
-        for chunk in self.pieces.chunks(rank):
+        for chunk in self.pieces.chunks(node):
             for start in range(0, len(chunk), _ROWS):
                 yield slice(before + start, before + min(start + _ROWS, len(chunk)))
             before += len(chunk)
 
-    def _of_chunks(self, rank: int) -> list[tuple[int, int]]:
-        """The tokens that those of each of a rank's chunks see, from the first to before the last."""
+    def _of_chunks(self, node: int) -> list[tuple[int, int]]:
+        """The tokens that those of each of a node's chunks see, from the first to before the last."""
         return [
             (int(self._first[:, chunk.start : chunk.stop].min()), int(self._end[:, chunk.start : chunk.stop].max()))
-            for chunk in self.pieces.chunks(rank)
+            for chunk in self.pieces.chunks(node)
             if len(chunk) > 0
         ]
 

@@ -1,0 +1,129 @@
+"""The ranks that share a sequence, on one level or on two.
+
+On one level keys and values go straight from rank to rank. On two, the ranks of a node first exchange tokens for heads
+(Ulysses, arXiv 2309.14509): each has its heads of the tokens of the whole node, and gets keys and values of these heads
+alone from the rank with the same heads of each other node. So between U ranks of a node a block enters it once, not U
+times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...comm import Transport
+from .pieces import Pieces
+
+
+@dataclass(frozen=True)
+class SequenceRanks:
+    """The ranks that share a sequence.
+
+    Attributes:
+        transport: Between all of them. A rank's neighbours in it are those of its node.
+        ring: Between ranks with the same heads, one of each node; `transport` if each rank has all heads.
+        heads: Between the ranks of a node, which divide the heads. None: each rank has all heads.
+    """
+
+    transport: Transport
+    ring: Transport
+    heads: Transport | None = None
+
+    @classmethod
+    def of(cls, transport: Transport | SequenceRanks, ulysses_degree: int = 1) -> SequenceRanks:
+        """Make the groups. All ranks of the transport, which must stay open.
+
+        Args:
+            transport: Between the ranks of the sequence. Ranks made before are returned as they are.
+            ulysses_degree: How many neighbouring ranks, those of a node, divide the heads. Default 1: none.
+
+        Raises:
+            ValueError: It does not divide the ranks.
+            PeerError: Another rank does not call it.
+        """
+        if isinstance(transport, SequenceRanks):
+            return transport
+        rank, W, U = transport.rank, transport.world_size, ulysses_degree
+        if U < 1 or W % U:
+            raise ValueError(f"rank {rank}: expected ulysses_degree to divide the {W} ranks of a sequence, got {U}")
+        if U == 1:
+            return cls(transport, transport)
+        heads = transport.split(range(rank // U * U, rank // U * U + U))
+        return cls(transport, transport.split(range(rank % U, W, U)), heads)
+
+    @property
+    def rank(self) -> int:
+        """This rank among all of them."""
+        return self.transport.rank
+
+    def pieces(self, length: int) -> Pieces:
+        """Return how sequences of a length are cut.
+
+        Args:
+            length: Tokens of a sequence.
+        """
+        return Pieces(length, self.transport.world_size, 1 if self.heads is None else self.heads.world_size)
+
+    def close(self) -> None:
+        """Release the groups that `of` has made; `transport` stays open. All ranks; idempotent."""
+        if self.heads is not None:
+            self.heads.close()
+            self.ring.close()
+
+
+def to_heads(x: Tensor, heads: Transport, sizes: list[int]) -> Tensor:
+    """Exchange a rank's tokens of all heads for all tokens of its heads. All ranks of a node.
+
+    Sends the largest size·h/U·d elements to each of the U - 1 others, forward and backward.
+
+    Args:
+        x: [b, U, h/U, s, d], of the heads of each rank.
+        heads: Between them.
+        sizes: Tokens of each.
+
+    Returns:
+        [b, h/U, tokens of all, d].
+    """
+    found: Tensor = _Exchange.apply(x, heads, sizes, True)  # type: ignore[no-untyped-call]
+    return found
+
+
+def to_tokens(x: Tensor, heads: Transport, sizes: list[int]) -> Tensor:
+    """The inverse of `to_heads`."""
+    found: Tensor = _Exchange.apply(x, heads, sizes, False)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, heads: Transport, sizes: list[int], is_to_heads: bool) -> Tensor:
+        ctx.known = heads, sizes, is_to_heads
+        return _exchange(x, heads, sizes, is_to_heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        heads, sizes, is_to_heads = ctx.known
+        return _exchange(grads[0], heads, sizes, not is_to_heads), None, None, None
+
+
+def _exchange(x: Tensor, heads: Transport, sizes: list[int], is_to_heads: bool) -> Tensor:
+    own = sizes[heads.rank]
+    parts = x.unbind(1) if is_to_heads else x.split(sizes, 2)  # one for each rank, [b, h/U, its tokens, d]
+    b, h, _, d = parts[0].shape
+    sent = x.new_zeros(heads.world_size, b, h, max(sizes), d)
+    for row, part in zip(sent, parts, strict=True):
+        row[:, :, : part.shape[2]] = part
+    received = torch.empty_like(sent)
+    heads.all_to_all(_rows(received), _rows(sent)).wait()
+    if is_to_heads:
+        return torch.cat([row[:, :, :size] for row, size in zip(received, sizes, strict=True)], 2)
+    return received[:, :, :, :own].movedim(0, 1).contiguous()
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.view(len(x), -1).view(torch.uint8)
