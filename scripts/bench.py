@@ -22,6 +22,7 @@ NAMES = (
     "traffic",
     "sparse_attention",
     "sequence",
+    "sequence_lengths",
     "zero_memory",
     "zero_deepspeed",
     "offload",
@@ -45,7 +46,7 @@ def list_names() -> None:
     for name in NAMES:
         text = Path(__file__).parent.joinpath(*module_of(name).split(".")).with_suffix(".py").read_text()
         about = ast.get_docstring(ast.parse(text)) or ""
-        print(f"{name:<16}{about.splitlines()[0]}")
+        print(f"{name:<17}{about.splitlines()[0]}")
 
 
 def main(argv: list[str]) -> None:

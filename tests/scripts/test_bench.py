@@ -16,7 +16,7 @@ from bench import host_time as bench_host_time
 from bench import local_rounds as bench_local_rounds
 from bench import offload as bench_offload
 from bench import offload_gpu as bench_offload_gpu
-from bench import sequence, zero_deepspeed
+from bench import sequence, sequence_lengths, zero_deepspeed
 from bench import step as bench_step
 from bench.command import COMMAND
 from ranks import run_torchrun
@@ -252,6 +252,26 @@ def test_attention_over_pieces_sends_what_the_formula_says(
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     assert [row[1] for row in rows] == ["ring", "ring, int8", "alone", "gather"]
     assert float(rows[0][4]) == formula and 0.99 < float(rows[0][5]) < 1.05 and float(rows[2][4]) == 0.0
+
+
+@pytest.mark.net
+@pytest.mark.thorough
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("emulated_hosts")
+def test_windows_send_as_much_at_any_length_and_two_levels_less(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the cards of two hosts with two ranks each, within 5 % of the formula."""
+    monkeypatch.setattr(sequence_lengths, "write_record", lambda path, text: path.write_text(text))
+    flags = ["--lengths", "2048", "4096", "--hosts", "2", "--ranks-per-host", "2", "--window", "256", "--repeats", "1"]
+    record = tmp_path / "record.md"
+    sequence_lengths.main([*flags, "--network", "1gbit", "--record", str(record)])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    sent = {(row[1], row[0]): float(row[3]) for row in rows}
+    assert all(0.98 < float(row[3]) / float(row[4]) < 1.05 for row in rows) and len(rows) == 6
+    assert sent["window", "4,096"] == pytest.approx(sent["window", "2,048"], rel=0.03)
+    assert sent["two levels", "4,096"] < 0.6 * sent["all tokens", "4,096"]
+    assert (tmp_path / "record.png").stat().st_size > 0
 
 
 @pytest.mark.slow
