@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from ..comm import CODECS, momentum_codecs
 from ..zero.inference.plan import ServeRun, token_plan
@@ -14,6 +15,9 @@ from ..zero.offload.plan import FLOPS, OffloadRun
 from ..zero.offload.plan import chosen as chosen_mode
 from ..zero.offload.plan import plans as offload_plans
 from ..zero.plan import DTYPE_BYTES, Run, plans
+from ..zero.sequence.plan import SequenceRun
+from ..zero.sequence.plan import chosen as chosen_layout
+from ..zero.sequence.plan import plans as sequence_plans
 from .numbers import number, rate
 from .output import Screen, Table, write_json
 
@@ -96,6 +100,34 @@ def encode_table(asked: EncodeRun) -> Table:
     return Table(f"{what}, {run.link_bits_per_s / 1e9:g} Gbit/s; activations on top", heading, rows)
 
 
+def sequence_table(run: SequenceRun) -> Table:
+    """Bytes, seconds and memory of a sequence on one rank, and of each layout over all; "best" is `chosen_layout`'s."""
+    made, rows = sequence_plans(run), []
+    for plan in made:
+        seconds = " to ".join(dict.fromkeys(f"{s:.3g}" for s in plan.seconds))
+        cells = plan.sent_bytes / 1e6, plan.compute_s, plan.traffic_s
+        gigabytes = f"{plan.activation_bytes / 1e9:.3g}"
+        best = "best" if plan == chosen_layout(made) else ""
+        rows.append([str(plan.ranks), str(plan.ulysses_degree), *(f"{x:.3g}" for x in cells), seconds, gigabytes, best])
+    heading = "ranks", "ulysses_degree", "MB sent/host", "s compute", "s traffic", "s/step", "GB activations", ""
+    sees = "causal" if run.window is None else f"windows of {run.window}"
+    what = f"{run.params:.4g} parameters in {run.dtype}, one sequence of {run.tokens:,} tokens, {sees}"
+    return Table(
+        f"{what}, {run.hosts} x {run.ranks_per_host} ranks, {run.link_bits_per_s / 1e9:g} Gbit/s", heading, rows
+    )
+
+
+def attention_shape(text: str) -> tuple[int, int, int, int]:
+    """For argparse: layers, width, heads and key-value heads of "32x4096x32x8"."""
+    parts = text.split("x")
+    if len(parts) not in (3, 4) or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"expected layers, width, heads and, if fewer, key-value heads, as 32x4096x32x8, got {text!r}"
+        )
+    layers, width, heads, groups = map(int, [*parts, parts[2]][:4])
+    return layers, width, heads, groups
+
+
 def shape(text: str) -> tuple[int, int]:
     """For argparse: layers and width of "12x768"."""
     layers, _, width = text.partition("x")
@@ -167,7 +199,25 @@ def _encode_run(args: argparse.Namespace) -> EncodeRun:
     )
 
 
-def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | OffloadRun | EncodeRun | None, Path | None]:
+def _sequence_run(args: argparse.Namespace) -> SequenceRun:
+    layers, width, heads, groups = args.sequence
+    return SequenceRun(
+        args.params,
+        int(args.tokens),
+        layers,
+        width,
+        heads,
+        groups,
+        hosts=args.hosts,
+        ranks_per_host=args.ranks_per_host,
+        window=args.window,
+        dtype=args.dtype,
+        link_bits_per_s=args.link,
+        flops_per_s=args.tflops * 1e12,
+    )
+
+
+def _parse(argv: Sequence[str]) -> tuple[Run, Asked | None, Path | None]:
     parser = argparse.ArgumentParser(prog="onebit plan", description=_ABOUT)
     add = parser.add_argument
     add("--params", type=number, required=True, help="parameters of the model: 340m, 1.5e9")
@@ -188,6 +238,9 @@ def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | OffloadRun | EncodeRun 
     add("--serve", type=shape, metavar="LAYERSxWIDTH", help="plan init_inference instead: the cost of a token")
     add("--rows", type=int, default=1, help="with --serve: prompts answered at once (default: 1)")
     add("--memory", type=float, default=20.0, metavar="GB/s", help="with --serve: bandwidth of memory (default: 20)")
+    add("--sequence", type=attention_shape, metavar="LAYERSxWIDTHxHEADS[xGROUPS]", help="plan sequence_parallel: one "
+        "sequence of --tokens over all ranks, each of --tflops")  # fmt: skip
+    add("--window", type=int, metavar="TOKENS", help="with --sequence: tokens that a token sees (default: all)")
     add("--json", type=Path, metavar="FILE", help="also write the numbers to FILE; - is standard output")
     _add_offload(parser)
     args = parser.parse_args(argv)
@@ -197,6 +250,8 @@ def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | OffloadRun | EncodeRun 
                 asked = _encode_run(args)
                 return asked.run, asked, args.json
             return Run(args.params, 1), _offload_run(args), args.json
+        if args.sequence is not None:
+            return Run(args.params, args.hosts, args.ranks_per_host), _sequence_run(args), args.json
         if args.trained is not None or args.ratio is not None:
             raise ValueError("--trained and --ratio belong to offload: add --device-gb or --host-gb")
         if args.serve is not None:
@@ -210,20 +265,25 @@ def _parse(argv: Sequence[str]) -> tuple[Run, ServeRun | OffloadRun | EncodeRun 
         parser.error(str(error))
 
 
+Asked: TypeAlias = ServeRun | OffloadRun | EncodeRun | SequenceRun
+_KINDS: dict[type[Asked], tuple[Callable[[Any], Table], Callable[[Any], Iterable[Any]]]] = {
+    OffloadRun: (offload_table, offload_plans),
+    EncodeRun: (encode_table, encode_plans),
+    SequenceRun: (sequence_table, sequence_plans),
+}
+
+
 def main(argv: Sequence[str]) -> int:
-    run, served, file = _parse(argv)
-    if isinstance(served, OffloadRun):
-        Screen().table(offload_table(served))
-        write_json(file, {"run": asdict(served), "plans": [asdict(made) for made in offload_plans(served)]})
+    run, asked, file = _parse(argv)
+    if asked is not None and type(asked) in _KINDS:
+        table_of, plans_of = _KINDS[type(asked)]
+        Screen().table(table_of(asked))
+        write_json(file, {"run": asdict(asked), "plans": [asdict(made) for made in plans_of(asked)]})
         return 0
-    if isinstance(served, EncodeRun):
-        Screen().table(encode_table(served))
-        write_json(file, {"run": asdict(served), "plans": [asdict(made) for made in encode_plans(served)]})
-        return 0
-    if served is not None:
-        Screen().table(serving_table(served, run.world_size))
-        made = [asdict(token_plan(served, ranks)) for ranks in {1, run.world_size}]
-        write_json(file, {"run": asdict(served), "plans": made})
+    if isinstance(asked, ServeRun):
+        Screen().table(serving_table(asked, run.world_size))
+        made = [asdict(token_plan(asked, ranks)) for ranks in {1, run.world_size}]
+        write_json(file, {"run": asdict(asked), "plans": made})
         return 0
     Screen().table(table(run))
     if min(run.hosts, run.ranks_per_host) > 1:
