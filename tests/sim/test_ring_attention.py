@@ -260,12 +260,22 @@ def test_key_value_heads_travel_alone(heads: int, groups: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
 )
-def test_dtypes(dtype: torch.dtype, tolerance: float) -> None:
+def test_dtypes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float) -> None:
     """Parts are summed in float32: low precision rounds once for each block, as a single pass does once."""
     given = drawn(40, dtype=dtype)
     for found, expected in zip(in_pieces(4, given, True), whole(given, True), strict=True):
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    monkeypatch.setattr(sight, "_ROWS", 4)  # tiles of which some queries see nothing
+
+    def rank(transport: SimTransport) -> Tensor:
+        ranks = SequenceRanks.of(transport, 2)
+        q, k, v, _ = (ranks.pieces(40).cut(x, transport.rank, 2) for x in given)
+        return ring_attention(q, k, v, ranks, ranks.pieces(40), window=6)
+
+    found = Pieces(40, 4, 2).join(run_ranks(4, rank), 2)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), whole(given, dense_mask(40, True, 6))[0], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
