@@ -143,10 +143,12 @@ def sum_in_order(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def gather_texts(transport: Transport, mine: str, device: torch.device | str | None = None) -> list[str]:
-    """Every rank's text, of any length."""
+    """Every rank's text, of any length. Sends 16 bytes to each peer, and the texts padded to the longest, if any."""
     data = mine.encode()
     lengths = [int.from_bytes(b, "little") for b in gather_bytes(transport, len(data).to_bytes(16, "little"), device)]
-    padded = data.ljust(max(max(lengths), 1), b"\0")
+    if not any(lengths):  # no rank has a problem to report, most often
+        return [""] * len(lengths)
+    padded = data.ljust(max(lengths), b"\0")
     return [b[:n].decode() for b, n in zip(gather_bytes(transport, padded, device), lengths, strict=True)]
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -61,7 +63,15 @@ class ReplicaCheck:
 def check_same_lines(
     transport: Transport, what: str, lines: Sequence[str], device: torch.device | str | None = None
 ) -> None:
-    """Raise ValueError on all ranks at the first line in which two ranks differ. All ranks.
+    """Raise ValueError with the message of `unequal_lines`, on all ranks, if there is one. All ranks. Sends as it."""
+    if problem := unequal_lines(transport, what, lines, device):
+        raise ValueError(problem)
+
+
+def unequal_lines(
+    transport: Transport, what: str, lines: Sequence[str], device: torch.device | str | None = None, *, stage: int = 0
+) -> str:
+    """A message that names the first line in which two ranks differ; "" if there is none. All ranks.
 
     Sends 32 bytes to each peer; the lines as well if they differ.
 
@@ -70,19 +80,24 @@ def check_same_lines(
         what: Name of the lines, for the message.
         lines: This rank's lines.
         device: Device of the messages. Default None: the transport's.
+        stage: Only ranks of the same stage are compared: stages have other layers. Default 0.
     """
     text = "\n".join(lines)
-    if len(set(gather_bytes(transport, hashlib.sha256(text.encode()).digest(), device))) == 1:
-        return
+    mine = struct.pack("<I", stage) + hashlib.sha224(text.encode()).digest()
+    rows = gather_bytes(transport, mine, device)
+    stages = [row[:4] for row in rows]
+    if len(set(rows)) == len(set(stages)):
+        return ""
     texts = [t.split("\n") for t in gather_texts(transport, text, device)]
     for rank, other in enumerate(texts):
-        for k in range(max(len(texts[0]), len(other))):
-            a, b = (t[k] if k < len(t) else "nothing" for t in (texts[0], other))
+        first = stages.index(stages[rank])
+        for k, (a, b) in enumerate(zip_longest(texts[first], other, fillvalue="nothing")):
             if a != b:
-                raise ValueError(
-                    f"rank {transport.rank}: {what} differ between ranks: entry {k} is {a} on rank 0 and {b} on rank "
-                    f"{rank}; build the same model and the same parameter groups, in the same order, on all ranks"
+                return (
+                    f"rank {transport.rank}: {what} differ between ranks: entry {k} is {a} on rank {first} and {b} on "
+                    f"rank {rank}; build the same model and the same parameter groups, in the same order, on all ranks"
                 )
+    raise AssertionError("digests differ, and the lines do not")
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:

@@ -6,7 +6,6 @@ Parameters stay in their own memory.
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -230,17 +229,22 @@ class Buckets(list[B]):
                 )
             self._parts.check_holds(p, name)
         device = params[0][1].device if params else torch.device("cpu")
+        held = [local(p) for _, p, _ in params]
         options = self._owner.option_lines()
-        # Between replicas first: any other difference is one between the shards of every replica.
-        for transport, held in ((self._transport, local), (self._parts.transport, lambda p: p)):
-            seen = [(name, p, tuple(held(p).shape)) for _, p, name in params]
+        of_groups = option_lines([groups[g] for g in new])
+        # All comparisons before an error, as other ranks wait in them. Between replicas first: any other difference is
+        # one between the shards of every replica.
+        problem = ""
+        for transport, tensors in ((self._transport, held), (self._parts.transport, [p for _, p, _ in params])):
+            seen = [(name, p, tuple(x.shape)) for (_, p, name), x in zip(params, tensors, strict=True)]
             lines = [f"{name}: {p.dtype} {shape} requires_grad={p.requires_grad}" for name, p, shape in seen]
-            lines += [*options, *option_lines(groups[g] for g in new)]
-            check = functools.partial(replicas.check_same_lines, transport, "the parameters", lines, device)
-            self._parts.raise_on_all_ranks(ValueError, check)
+            found = replicas.unequal_lines(transport, "the parameters", [*lines, *options, *of_groups], device)
+            problem = problem or found
         if self._parts.stages is not None:
-            replicas.check_same_lines(self._parts.stages, "the stages' options", options, device)
-        replicas.make_equal(self._transport, [local(p) for _, p, _ in params if local(p).numel() > 0])
+            found = replicas.unequal_lines(self._parts.stages, "the stages' options", options, device)
+            problem = problem or found
+        raise_on_all_ranks(self._parts.whole, problem, ValueError)
+        replicas.make_equal(self._transport, [x for x in held if x.numel() > 0])
         for g in new:
             self._owner.begin_group(g)
         for g in new:

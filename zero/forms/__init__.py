@@ -23,9 +23,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from ...agreement.replicas import check_same_lines, make_equal
+from ...agreement.replicas import make_equal, unequal_lines
 from ...comm.launch import Launch
-from ...comm.messages import raise_on_all_ranks
 from ...model_parallel import local as held  # `local` is a module here
 from ...usage.buffers import begin_equal
 from ..config.whole import Config
@@ -105,17 +104,12 @@ def _begin_equal(model: nn.Module, grid: Grid) -> None:
     """
     params = {name: p for name, p in model.named_parameters() if not p.is_meta}
     lines = [f"{name}: {p.dtype} {tuple(p.shape)}" for name, p in params.items()]
-    transports = [grid.transports[axis] for axis in ("tensor", "shard", "replica")]  # pipe: stages have other layers
-    problem = None
-    for transport in transports:
-        try:
-            check_same_lines(transport, "the model's parameters", lines, transport.device)
-        except ValueError as error:
-            problem = problem or str(error)
-    raise_on_all_ranks(grid.world, problem, ValueError)
-    for transport in transports:
-        make_equal(transport, [held(p) for p in params.values() if held(p).numel() > 0])
-        begin_equal(model, transport)
+    if problem := unequal_lines(grid.world, "the model's parameters", lines, stage=grid.coordinates["pipe"]):
+        raise ValueError(problem)
+    for transport in (grid.transports[axis] for axis in ("tensor", "shard", "replica")):
+        if transport.world_size > 1:
+            make_equal(transport, [held(p) for p in params.values() if held(p).numel() > 0])
+            begin_equal(model, transport)
 
 
 def build(given: Given) -> Form:

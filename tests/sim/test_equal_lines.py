@@ -1,0 +1,52 @@
+"""Ranks compare what they were given: one small message, and one error on all of them, whichever rank differs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+import onebit
+from onebit.agreement.replicas import unequal_lines
+from onebit.comm import SimTransport, run_ranks
+
+RANKS = 4
+
+
+def test_only_ranks_of_a_stage_are_compared() -> None:
+    def rank(transport: SimTransport) -> tuple[str, int]:
+        stage = transport.rank // 2
+        return unequal_lines(transport, "the lines", [f"a layer of stage {stage}"], stage=stage), transport.sent_bytes
+
+    assert run_ranks(RANKS, rank) == [("", (RANKS - 1) * 32)] * RANKS
+
+
+@pytest.mark.parametrize(("odd", "given"), [(1, ["first"]), (2, ["first", "last", "more"]), (3, ["first", "other"])])
+def test_all_ranks_name_the_two_that_differ_and_their_line(odd: int, given: list[str]) -> None:
+    def rank(transport: SimTransport) -> str:
+        lines = given if transport.rank == odd else ["first", "last"]
+        return unequal_lines(transport, "the lines", lines, stage=transport.rank // 2)
+
+    entry = {1: "entry 1 is last on rank 0 and nothing on rank 1", 3: "entry 1 is last on rank 2 and other on rank 3"}
+    expected = entry.get(odd, "entry 2 is more on rank 2 and nothing on rank 3")
+    for number, text in enumerate(run_ranks(RANKS, rank)):
+        assert text.startswith(f"rank {number}: the lines differ between ranks: {expected}; ")
+
+
+@pytest.mark.parametrize("odd", range(RANKS))
+@pytest.mark.parametrize("option", [{"lr": 0.5}, {"delay": 1}])
+def test_all_parts_of_all_replicas_refuse_the_options_of_one_rank(odd: int, option: dict[str, float]) -> None:
+    """The odd rank differs from its twin in the other replica, and from the other part of its own."""
+
+    def rank(transport: SimTransport) -> None:
+        here = transport.rank
+        replicas = transport.split([here % 2, here % 2 + 2])
+        parts = transport.split([here // 2 * 2, here // 2 * 2 + 1])
+        options = {"lr": 0.1, "transport": replicas, "model_parallel_group": parts} | (option if here == odd else {})
+        mesh = type("Mesh", (), {"mesh_dim_names": ("shard",), "shape": (2,), "size": lambda self: 2})()
+        p = torch.nn.Parameter(torch.zeros(3))
+        p.device_mesh, p.placements = mesh, (Shard(0),)  # as a DTensor describes itself
+        with pytest.raises(ValueError, match=r"parameters differ between ranks: entry .* on rank 0 and .* on rank 1"):
+            onebit.OnebitAdam([p], freeze_step=4, **options)
+
+    run_ranks(RANKS, rank)
