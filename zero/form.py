@@ -192,9 +192,9 @@ class Form(ABC):
             config: The configuration.
             shape: Number of ranks along each axis.
         """
-        ours, lines = config.onebit, []
+        ours, default, lines = config.onebit, Onebit(), []
         for name in (f.name for f in fields(ours) if f.name not in cls.keys | _OF_ALL):
-            if getattr(ours, name) != getattr(Onebit(), name):
+            if getattr(ours, name) != getattr(default, name):
                 lines.append(f"onebit.{name} has no effect in the form {cls.name!r}")
         if cls.sends and config.communication_data_type not in (None, cls.sends_dtype):
             lines.append(f"communication_data_type has no effect in the form {cls.name!r}, which {cls.sends}")

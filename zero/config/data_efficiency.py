@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .schema import BOOL, FLOAT, INT, INTS, OBJECT, TEXT, Inert, block, check_block, key, named_blocks
+from .schema import BOOL, FLOAT, INT, INTS, OBJECT, TEXT, Block, Inert, block, key, named_blocks
 
 _CLUSTERS = "clusters follow from the metrics and are kept in memory"
 _OF_METRICS = "write it into a metric of curriculum_metrics"
@@ -18,7 +18,7 @@ SCHEDULES = ("fixed_linear", "fixed_root", "fixed_discrete", "custom")
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(Block):
     """How a difficulty rises; which keys are needed depends on schedule_type. See `data_efficiency/pacing.py`."""
 
     total_curriculum_step: int | None = key(None, INT, null=True, least=1)
@@ -27,12 +27,9 @@ class ScheduleConfig:
     difficulty: tuple[int, ...] = key((), INTS, least=0)
     max_step: tuple[int, ...] = key((), INTS, least=1)
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
 
 @dataclass(frozen=True)
-class Scheduled:
+class Scheduled(Block):
     """Keys of all curricula."""
 
     min_difficulty: int | None = key(None, INT, null=True, least=0)
@@ -85,7 +82,7 @@ class CurriculumMetricBlock(Scheduled):
     clustering_type: str = key("schedule_based", TEXT, choices=("schedule_based", "single_cluster"))
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         self.check_schedule()
         if self.clustering_type == "schedule_based" and self.index_to_metric_path is None:
             raise ValueError(
@@ -98,7 +95,7 @@ class CurriculumMetricBlock(Scheduled):
 
 
 @dataclass(frozen=True)
-class CurriculumSampling:
+class CurriculumSampling(Block):
     """The order of samples. curriculum_metrics: by name; seqlen_truncate and seqlen_reshape change lengths, too."""
 
     inert: ClassVar[Mapping[str, Inert]] = {
@@ -114,13 +111,13 @@ class CurriculumSampling:
     curriculum_metrics: Mapping[str, CurriculumMetricBlock] = named_blocks(CurriculumMetricBlock)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.enabled and not self.curriculum_metrics:
             raise ValueError("curriculum_metrics is empty: name at least one metric, or set enabled to false")
 
 
 @dataclass(frozen=True)
-class DynamicBatching:
+class DynamicBatching(Block):
     """Micro-batches of about the same number of tokens. See `data_efficiency.sampler.TokenSampler`.
 
     samples_order: "random", "dataloader", "default": shuffled; "order": as in the dataset; "seqlen": by length within
@@ -143,13 +140,13 @@ class DynamicBatching:
     lengths_path: str | None = key(None, TEXT, null=True)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.enabled and self.max_tokens_per_batch is None:
             raise ValueError("max_tokens_per_batch is missing: dynamic batching fills micro-batches up to it")
 
 
 @dataclass(frozen=True)
-class DataSampling:
+class DataSampling(Block):
     """num_epochs: passes over the data that may be read. num_workers, pin_memory: of torch's DataLoader."""
 
     enabled: bool = key(False, BOOL)
@@ -160,7 +157,7 @@ class DataSampling:
     dynamic_batching: DynamicBatching = block(DynamicBatching)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.curriculum_learning.enabled and self.dynamic_batching.enabled:
             raise ValueError(
                 "curriculum_learning and dynamic_batching both choose the samples of a batch; enable one of them"
@@ -168,18 +165,15 @@ class DataSampling:
 
 
 @dataclass(frozen=True)
-class KeptTokensConfig:
+class KeptTokensConfig(Block):
     """require_steps: until all tokens are kept. seq_per_step: the number of kept tokens is a multiple of it."""
 
     require_steps: int | None = key(None, INT, null=True, least=1)
     seq_per_step: int = key(1, INT, least=1)
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
 
 @dataclass(frozen=True)
-class KeptTokens:
+class KeptTokens(Block):
     """Number of tokens of a sequence that a layer keeps: rises linearly from min_value to max_value."""
 
     min_value: int | None = key(None, INT, null=True, least=1)
@@ -188,13 +182,13 @@ class KeptTokens:
     schedule_config: KeptTokensConfig = block(KeptTokensConfig)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.min_value is not None and self.max_value is not None and self.min_value > self.max_value:
             raise ValueError(f"expected min_value at most max_value, got {self.min_value} and {self.max_value}")
 
 
 @dataclass(frozen=True)
-class LayerTokenRates:
+class LayerTokenRates(Block):
     """Learning rates as a function of tokens times layers, instead of the block "scheduler". See `TokenLR`."""
 
     inert: ClassVar[Mapping[str, Inert]] = {"warmup_type": Inert(TEXT, "rates rise in a line", fine=("linear",))}
@@ -204,13 +198,13 @@ class LayerTokenRates:
     warmup_layer_tokens: int = key(0, INT, least=0)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.enabled and self.total_layer_tokens is None:
             raise ValueError("total_layer_tokens is missing: the number of tokens over which rates fall")
 
 
 @dataclass(frozen=True)
-class RandomLtd:
+class RandomLtd(Block):
     """Random layerwise token dropping.
 
     Which layers: random_ltd_layer_id of the total_layer_num, or all except the first and the last. layer_name (a key of
@@ -236,7 +230,7 @@ class RandomLtd:
     layer_token_lr_schedule: LayerTokenRates = block(LayerTokenRates)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if not self.enabled:
             return
         schedule = self.random_ltd_schedule
@@ -261,18 +255,15 @@ class RandomLtd:
 
 
 @dataclass(frozen=True)
-class DataRouting:
+class DataRouting(Block):
     """Dropping of tokens."""
 
     enabled: bool = key(False, BOOL)
     random_ltd: RandomLtd = block(RandomLtd)
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
 
 @dataclass(frozen=True)
-class DataEfficiency:
+class DataEfficiency(Block):
     """The whole block. seed: of samples and positions. A block that is enabled needs all blocks around it enabled."""
 
     enabled: bool = key(False, BOOL)
@@ -281,7 +272,7 @@ class DataEfficiency:
     data_routing: DataRouting = block(DataRouting)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         sampling, routing = self.data_sampling, self.data_routing
         for name, is_on, outer, is_outer_on in (
             ("data_sampling", sampling.enabled, "data_efficiency", self.enabled),
@@ -325,6 +316,6 @@ class LegacyCurriculum(Scheduled):
     curriculum_type: str = key("seqlen", TEXT, choices=("seqlen",))
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.enabled:
             self.check_schedule()

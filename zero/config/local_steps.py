@@ -15,14 +15,14 @@ from typing import Any, cast
 from ...comm import CODECS
 from ...local.intervals import QSR, Auto, Every, interval_of
 from .reader import nearest
-from .schema import EVERY, FLOAT, INT, TEXT, Key, as_json, check_block, key
+from .schema import EVERY, FLOAT, INT, TEXT, Block, Key, as_json, key
 
 _QSR = {"scale": Key(FLOAT, above=0), "least": Key(INT, least=1), "most": Key(INT, least=1)}
 _AUTO = {"share": Key(FLOAT, above=0, most=1), "least": Key(INT, least=1), "most": Key(INT, least=1)}
 
 
 @dataclass(frozen=True)
-class LocalRounds:
+class LocalRounds(Block):
     """Local steps around the dense optimizer. every: steps between rounds; 0: none, gradients travel in every step.
 
     codec: codec of differences; "fp32": in full. The other keys are arguments of `onebit.LocalSteps`; options that all
@@ -42,7 +42,7 @@ class LocalRounds:
     correction_steps: int = key(0, INT, least=0)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if not self.is_on:
             if changed := next((f.name for f in fields(self) if getattr(self, f.name) != f.default), None):
                 raise ValueError(f"{changed} is set, but every is 0: no local steps; write how many, or drop both")

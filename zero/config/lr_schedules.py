@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from .schema import BOOL, FLOAT, INT, RATES, TEXT, Inert, check_block, key, required_key
+from .schema import BOOL, FLOAT, INT, RATES, TEXT, Block, Inert, key, required_key
 
 Rates = float | tuple[float, ...]
 
@@ -33,7 +33,7 @@ class Schedule(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Warmup:
+class _Warmup(Block):
     """The rise from 0 to 1 that three of the schedules share, over N = max(2, warmup_num_steps) batches.
 
     "log": ln(n+1)/ln N. "linear": n/N. From batch N on: 1.
@@ -43,9 +43,6 @@ class _Warmup:
 
     warmup_num_steps: int = key(1000, INT, fill="warmup_num_steps", asks=True, least=0)
     warmup_type: str = key("log", TEXT, choices=("log", "linear"))
-
-    def __post_init__(self) -> None:
-        check_block(self)
 
     def momenta(self, step: int, groups: int) -> list[float] | None:
         """Untouched."""
@@ -124,7 +121,7 @@ class WarmupCosine(_Warmup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cycle:
+class Cycle(Block):
     """1cycle (arXiv 1803.09820): up from cycle_min_lr to cycle_max_lr, down again, then a decay of cycle_min_lr.
 
     With s the share of the way up (first k/first steps, then (total - k)/second steps; in whole stairs if there are
@@ -148,9 +145,6 @@ class Cycle:
     cycle_min_mom: Rates = key(0.8, RATES, least=0, below=1)
     cycle_max_mom: Rates = key(0.9, RATES, least=0, below=1)
     decay_mom_rate: float = key(0.0, FLOAT, least=0)
-
-    def __post_init__(self) -> None:
-        check_block(self)
 
     def rates(self, step: int, base_lrs: Sequence[float]) -> list[float]:
         """See `Schedule`."""
@@ -198,7 +192,7 @@ class Cycle:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RangeTest:
+class RangeTest(Block):
     """A rising rate, to find the largest that trains (arXiv 1803.09820).
 
     lr = lr_range_test_min_lr·(1 + lr_range_test_step_rate·k/lr_range_test_step_size); with lr_range_test_staircase the
@@ -211,9 +205,6 @@ class RangeTest:
     lr_range_test_step_size: int = key(2000, INT, least=1)
     lr_range_test_step_rate: float = key(1.0, FLOAT, least=0)
     lr_range_test_staircase: bool = key(False, BOOL)
-
-    def __post_init__(self) -> None:
-        check_block(self)
 
     def rates(self, step: int, base_lrs: Sequence[float]) -> list[float]:
         """See `Schedule`."""

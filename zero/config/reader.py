@@ -47,7 +47,7 @@ def read_block(cls: type[T], given: object, where: str, reading: Reading) -> T:
     """
     data = read_object(given, where, reading)
     inert: Mapping[str, Inert] = getattr(cls, "inert", {})
-    keys, blocks, named = keys_of(cls), blocks_of(cls), named_blocks_of(cls)
+    keys, blocks, named = keys_of(cls), blocks_of(cls), named_blocks_of(cls)  # type: ignore[arg-type]
     refuse_unknown(data, [*keys, *blocks, *named, *inert], where, reading, cls)
     values: dict[str, object] = {}
     for name, rule in keys.items():
@@ -78,13 +78,14 @@ def read_block(cls: type[T], given: object, where: str, reading: Reading) -> T:
 
 def write_block(made: object) -> dict[str, object]:
     """The block as a file would contain it; `read_block` of it is equal."""
+    cls: type = type(made)
     data: dict[str, object] = {}
-    for name in keys_of(type(made)):
+    for name in keys_of(cls):
         value = getattr(made, name)
         data[name] = list(value) if isinstance(value, tuple) else value
-    for name in named_blocks_of(type(made)):
+    for name in named_blocks_of(cls):
         data[name] = {member: write_block(inner) for member, inner in getattr(made, name).items()}
-    return data | {name: write_block(getattr(made, name)) for name in blocks_of(type(made))}
+    return data | {name: write_block(getattr(made, name)) for name in blocks_of(cls)}
 
 
 def read_choice(given: object, where: str, types: Mapping[str, type[T]], reading: Reading) -> tuple[str, T]:

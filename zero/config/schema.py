@@ -1,9 +1,9 @@
 """The rules for keys of a DeepSpeed JSON: types, ranges, defaults.
 
-A block is a frozen dataclass whose fields are made by `key` (a value) and `block` (an inner block): the dataclass is
-the list of known keys, with the file's defaults. Keys that DeepSpeed knows and this package does not need are `Inert`s,
-in the mapping `inert` of the class. `reader.py` turns parsed JSON into such a dataclass and back; the blocks
-themselves are in `sections.py`, `optimizers.py`, `lr_schedules.py` and `whole.py`.
+A block is a frozen dataclass, derived from `Block`, whose fields are made by `key` (a value) and `block` (an inner
+block): the dataclass is the list of known keys, with the file's defaults. Keys that DeepSpeed knows and this package
+does not need are `Inert`s, in the mapping `inert` of the class. `reader.py` turns parsed JSON into such a dataclass and
+back; the blocks themselves are in `sections.py`, `optimizers.py`, `lr_schedules.py` and `whole.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
@@ -210,25 +211,37 @@ def named_blocks(cls: type[T]) -> Mapping[str, T]:
     return field(default_factory=dict, metadata={_NAMED: cls})
 
 
-def keys_of(cls: type) -> dict[str, Key]:
+@cache
+def keys_of(cls: type) -> Mapping[str, Key]:
     """The values of a block class, by name."""
     return {f.name: f.metadata[_KEY] for f in dataclasses.fields(cls) if _KEY in f.metadata}
 
 
-def blocks_of(cls: type) -> dict[str, type]:
+@cache
+def blocks_of(cls: type) -> Mapping[str, type]:
     """The blocks in a block class, by name."""
     return {f.name: f.metadata[_BLOCK] for f in dataclasses.fields(cls) if _BLOCK in f.metadata}
 
 
-def named_blocks_of(cls: type) -> dict[str, type]:
+@cache
+def named_blocks_of(cls: type) -> Mapping[str, type]:
     """The objects of blocks in a block class, by name."""
     return {f.name: f.metadata[_NAMED] for f in dataclasses.fields(cls) if _NAMED in f.metadata}
 
 
 def check_block(made: object) -> None:
     """Check a block made in Python by the rules of a file; lists become tuples. For __post_init__."""
-    for name, rule in keys_of(type(made)).items():
-        object.__setattr__(made, name, rule.read(getattr(made, name), f"{type(made).__name__}.{name}"))
+    cls: type = type(made)
+    for name, rule in keys_of(cls).items():
+        object.__setattr__(made, name, rule.read(getattr(made, name), f"{cls.__name__}.{name}"))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Base of a block. Raises TypeError or ValueError, however it is made, if a value breaks the rule of its key."""
+
+    def __post_init__(self) -> None:
+        check_block(self)
 
 
 def folded(value: object) -> object:

@@ -17,14 +17,14 @@ from ...comm import CODECS, momentum_codecs
 from . import schema
 from .ignored_keys import ACTIVATIONS, BF16, COMMS_LOGGER, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
 from .local_steps import LocalRounds
-from .schema import BOOL, FLOAT, INT, LIST, TEXT, TEXTS, Inert, block, check_block, key
+from .schema import BOOL, FLOAT, INT, LIST, TEXT, TEXTS, Block, Inert, block, key
 
 DTYPES = ("fp32", "bf16", "fp16")
 _WIRES = tuple(name for name in CODECS if name != "fp32")
 
 
 @dataclass(frozen=True)
-class Fp16:
+class Fp16(Block):
     """Training in float16 with a loss scale. loss_scale: 0: dynamic, by the rule of `precision.py`."""
 
     inert: ClassVar[Mapping[str, Inert]] = FP16
@@ -38,7 +38,7 @@ class Fp16:
     min_loss_scale: float = key(1.0, FLOAT, above=0)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.loss_scale == 0 and self.min_loss_scale > 2.0**self.initial_scale_power:
             raise ValueError(
                 f"expected min_loss_scale at most 2^initial_scale_power = {2.0**self.initial_scale_power:g}, "
@@ -47,22 +47,19 @@ class Fp16:
 
 
 @dataclass(frozen=True)
-class Bf16:
+class Bf16(Block):
     """Training in bfloat16; no loss scale."""
 
     inert: ClassVar[Mapping[str, Inert]] = BF16
 
     enabled: bool = key(False, BOOL, fill="bf16")
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
 
 _AUTOCAST = {"bfloat16": "bf16", "torch.bfloat16": "bf16", "float16": "fp16", "torch.float16": "fp16"}
 
 
 @dataclass(frozen=True)
-class TorchAutocast:
+class TorchAutocast(Block):
     """Forward passes under torch.autocast in bfloat16; parameters, gradients and messages stay as they are."""
 
     inert: ClassVar[Mapping[str, Inert]] = {
@@ -73,13 +70,13 @@ class TorchAutocast:
     dtype: str = key("bfloat16", TEXT, choices=("bf16", "fp16", *_AUTOCAST))
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.enabled and _AUTOCAST.get(self.dtype, self.dtype) == "fp16":
             raise ValueError('float16 needs a loss scale: write the block "fp16" instead, or "dtype": "bfloat16"')
 
 
 @dataclass(frozen=True)
-class OffloadOptimizer:
+class OffloadOptimizer(Block):
     """The place of optimizer state and master weights. device: "none": with the parameters; "cpu": in host memory.
 
     "nvme": master weights in host memory, moments in a file in nvme_path, of which buffer_count chunks are in memory
@@ -97,13 +94,13 @@ class OffloadOptimizer:
     ratio: float = key(1.0, FLOAT, least=0, most=1)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.device == "nvme" and not self.nvme_path:
             raise ValueError('device "nvme" needs nvme_path, a folder on a local disk')
 
 
 @dataclass(frozen=True)
-class OffloadParam:
+class OffloadParam(Block):
     """The place of the parameters' shards, at stage 3. They are the masters: offloading one offloads the other.
 
     device: "cpu": in host memory. "nvme": with a dense optimizer, all parameters, gradients and state in each rank's
@@ -118,12 +115,9 @@ class OffloadParam:
     pin_memory: bool = key(True, BOOL)
     buffer_count: int = key(5, INT, least=2)
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
 
 @dataclass(frozen=True)
-class ZeroOptimization:
+class ZeroOptimization(Block):
     """Sharding: stage 0 none, 1 optimizer state, 2 also gradients, 3 also parameters.
 
     overlap_comm: send buckets during the backward pass; DeepSpeed's default is false below stage 3, here it is true.
@@ -142,7 +136,7 @@ class ZeroOptimization:
     offload_param: OffloadParam = block(OffloadParam)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.offload_param.device != "none" and self.stage != 3:
             raise ValueError(f"offload_param: parameters are offloaded at stage 3, got stage {self.stage}")
         if self.offload_optimizer.device != "none" and self.stage == 0:
@@ -162,7 +156,7 @@ class ZeroOptimization:
 
 
 @dataclass(frozen=True)
-class FlopsProfiler:
+class FlopsProfiler(Block):
     """Count one forward pass on rank 0: parameters, operations, milliseconds; see `features/flops_profiler.py`.
 
     profile_step: steps before it. recompute_fwd_factor: share of the forward pass that activation checkpointing
@@ -178,12 +172,9 @@ class FlopsProfiler:
     detailed: bool = key(True, BOOL)
     output_file: str | None = key(None, TEXT, null=True)
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
 
 @dataclass(frozen=True)
-class CommsLogger:
+class CommsLogger(Block):
     """List the messages of the step before each line in the log; see `features/comms_logger.py`.
 
     verbose: each message, instead of sums by name and size.
@@ -194,12 +185,9 @@ class CommsLogger:
     enabled: bool = key(False, BOOL)
     verbose: bool = key(False, BOOL)
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
 
 @dataclass(frozen=True)
-class ActivationCheckpointing:
+class ActivationCheckpointing(Block):
     """Where the inputs of checkpointed parts wait for the backward pass; see `activations.py`.
 
     partition_activations: each tensor rank keeps a share. cpu_checkpointing: in host memory. In a file:
@@ -211,24 +199,18 @@ class ActivationCheckpointing:
     partition_activations: bool = key(False, BOOL)
     cpu_checkpointing: bool = key(False, BOOL)
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
 
 @dataclass(frozen=True)
-class Monitor:
+class Monitor(Block):
     """Scalars of every step, written by rank 0 to output_path/job_name; "": under the working directory."""
 
     enabled: bool = key(False, BOOL)
     output_path: str = key("", TEXT)
     job_name: str = key("DeepSpeedJobName", TEXT)
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
 
 @dataclass(frozen=True)
-class Wandb:
+class Wandb(Block):
     """Scalars of every step, written by rank 0 to Weights & Biases. team: its "entity"."""
 
     enabled: bool = key(False, BOOL)
@@ -236,12 +218,9 @@ class Wandb:
     team: str | None = key(None, TEXT, null=True)
     project: str = key("deepspeed", TEXT)
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
 
 @dataclass(frozen=True)
-class Comet:
+class Comet(Block):
     """Scalars, written by rank 0 to Comet, at most once in samples_log_interval samples. null: Comet's own setting."""
 
     enabled: bool = key(False, BOOL)
@@ -254,12 +233,9 @@ class Comet:
     online: bool | None = key(None, BOOL, null=True)
     mode: str | None = key(None, TEXT, null=True, choices=("get", "create", "get_or_create"))
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
 
 @dataclass(frozen=True)
-class DataTypes:
+class DataTypes(Block):
     """grad_accum_dtype: dtype in which gradients are summed over micro-batches. Not a choice: each form has one.
 
     None: float32; with sharding across nodes the compute dtype.
@@ -269,12 +245,9 @@ class DataTypes:
 
     grad_accum_dtype: str | None = key(None, TEXT, null=True, choices=DTYPES)
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
 
 @dataclass(frozen=True)
-class Pipelining:
+class Pipelining(Block):
     """Pipeline stages: DeepSpeed's block "pipeline", and keys of this package for how they run.
 
     stages: ranks of a pipeline; null: one, or the PipelineModule's. partition, activation_checkpoint_interval: override
@@ -293,9 +266,6 @@ class Pipelining:
     activations: str | None = key(None, TEXT, null=True, choices=_WIRES)
     activation_gradients: str | None = key(None, TEXT, null=True, choices=_WIRES)
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
     @property
     def ranks(self) -> int:
         """Ranks of a pipeline."""
@@ -303,7 +273,7 @@ class Pipelining:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Sequence(Block):
     """How the ranks of a sequence exchange keys and values, if sequence_parallel_size is above 1.
 
     codec: format in which they travel; null: uncompressed. block: elements per scale of int8 and int4. ulysses_degree:
@@ -315,13 +285,13 @@ class Sequence:
     ulysses_degree: int = key(1, INT, least=1)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.block % 64:
             raise ValueError(f"expected block to be a multiple of 64, got {self.block}")
 
 
 @dataclass(frozen=True)
-class Onebit:
+class Onebit(Block):
     """The block "onebit" of the file, for options without a key of DeepSpeed. Every key may be left out.
 
     Attributes:
@@ -367,6 +337,6 @@ class Onebit:
     sequence: Sequence = schema.block(Sequence)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.block % 64:
             raise ValueError(f"expected block to be a multiple of 64, got {self.block}")

@@ -33,7 +33,7 @@ from .ignored_keys import TOP_LEVEL
 from .lr_schedules import WarmupDecay
 from .optimizers import OptimizerChoice, build_optimizer, read_optimizer
 from .reader import Reading, nearest, read_block, read_choice, read_object, write_block, write_choice
-from .schema import AUTO, BOOL, FLOAT, INT, OBJECT, PERIOD, TEXT, Inert, block, blocks_of, check_block, key, keys_of
+from .schema import AUTO, BOOL, FLOAT, INT, OBJECT, PERIOD, TEXT, Block, Inert, block, blocks_of, key, keys_of
 from .sections import (
     DTYPES,
     ActivationCheckpointing,
@@ -90,7 +90,7 @@ class Fills(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class _TopLevel:
+class _TopLevel(Block):
     """Keys outside of blocks, as the file contains them."""
 
     inert: ClassVar[Mapping[str, Inert]] = TOP_LEVEL
@@ -127,7 +127,7 @@ class _TopLevel:
     curriculum_learning: LegacyCurriculum = block(LegacyCurriculum)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.fp16.enabled and self.bf16.enabled:
             raise ValueError("fp16 and bf16 are both enabled; enable one of them")
         if self.torch_autocast.enabled and (self.fp16.enabled or self.bf16.enabled or self.pipeline.ranks > 1):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from ..config.reader import Reading, read_block
-from ..config.schema import BOOL, INT, TEXT, Kind, check_block, key
+from ..config.schema import BOOL, INT, TEXT, Block, Kind, key
 
 MODES = ("dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window")
 UNIDIRECTIONAL, BIDIRECTIONAL = "unidirectional", "bidirectional"
@@ -55,7 +55,7 @@ _INTS = Kind("a list of integers", _integers)
 
 
 @dataclass(frozen=True)
-class SparsityConfig:
+class SparsityConfig(Block):
     """Which key blocks each block of queries sees. docs/sparse-attention.md shows each mode.
 
     Args:
@@ -105,7 +105,7 @@ class SparsityConfig:
     seed: int = key(0, INT, least=0)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.mode == "fixed":
             self._check_fixed()
         if self.mode == "variable" and not self.local_window_blocks:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ....comm import Codec
-from ..schema import ANYTHING, BOOL, FLOAT, PAIR, TEXT, Inert, check_block, key
+from ..schema import ANYTHING, BOOL, FLOAT, PAIR, TEXT, Block, Inert, key
 
 if TYPE_CHECKING:
     from ....optimizer import CommonOptions
@@ -48,16 +48,13 @@ class AdamOptions(TypedDict):
 
 
 @dataclass(frozen=True)
-class OptimizerParams:
+class OptimizerParams(Block):
     """Keys of all optimizers. Defaults are DeepSpeed's: no weight decay unless the file has it."""
 
     inert: ClassVar[Mapping[str, Inert]] = _COMMON
 
     lr: float = key(1e-3, FLOAT, fill="lr", asks=True, least=0)
     weight_decay: float = key(0.0, FLOAT, fill="weight_decay", least=0)
-
-    def __post_init__(self) -> None:
-        check_block(self)
 
     def check(self, name: str) -> None:
         """Raise ValueError if keys contradict each other, or ask for something that this optimizer does not have."""
