@@ -285,7 +285,9 @@ def start(
                 inner,
                 launch.local_size,
             )
-    return Grid(shape, mesh, world, transports, parts, world.split(shape.along_sequence(world.rank)))
+    # Whole sequences need no process group more, if an axis of one rank has it.
+    alone = next((transports[axis] for axis in AXES if shape.sequence == shape.size(axis) == 1), None)
+    return Grid(shape, mesh, world, transports, parts, alone or world.split(shape.along_sequence(world.rank)))
 
 
 def choose_device(launch: Launch) -> None:

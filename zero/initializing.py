@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 def initialize(
     engine_class: type[E],
-    model: nn.Module | PipelineModule | None,
+    model: nn.Module | PipelineModule,
     config: ConfigLike,
     *,
     optimizer: torch.optim.Optimizer | Callable[[ParamsT], torch.optim.Optimizer] | None = None,
@@ -77,27 +77,28 @@ def initialize(
 
     Args:
         engine_class: Class of the engine.
+        model: The caller's, after `checked`.
         timeout_s: How long an operation waits for a peer, in seconds, if there is no grid yet. Default 300.
     """
     # Read the configuration, for the ranks of the grid or of the launcher.
-    model = checked(model)
     if isinstance(model, PipelineModule) and model.num_stages is not None:
         fills.setdefault("stages", model.num_stages)
     launch = detect(os.environ)
     read = _read(config, launch, grid, fills)
     rank = launch.rank if grid is None else grid.world.rank
 
-    if read.pipeline.ranks > 1 and huggingface.is_decoder(model):
-        model = huggingface.DecoderPipeline(cast(nn.Module, model), read.pipeline)
-
     # Check the model now: an error on one rank later on would leave the others waiting.
+    if read.pipeline.ranks > 1:
+        if huggingface.is_decoder(model):
+            model = huggingface.DecoderPipeline(cast(nn.Module, model), read.pipeline)
+        pipeline.check(read, model)
+    elif rank == 0:
+        for warning in pipeline.without_effect(read.pipeline, model):
+            log.warning("%s", warning)
     _check_values(model, weights, rank)
     monitors = open_monitors(read, rank)
     if read.zero_optimization.stage3_gather_16bit_weights_on_model_save:
         check_can_export()
-    pipeline.check(read, model)
-    for warning in pipeline.without_effect(read.pipeline, model) if rank == 0 else ():
-        log.warning("%s", warning)
     outline = model.outline() if isinstance(model, PipelineModule) else model
     if tensor_plan == "auto":
         tensor_ranks = (read.onebit.tensor or 1) if grid is None else grid.shape.size("tensor")
@@ -131,7 +132,8 @@ def initialize(
         feature.prepare(model, grid, is_part=bool(stages))
     fill = None if weights is None else partial(materialize, weights=weights, seed=seed, is_stage=bool(stages))
     form = build(Given(read, grid, model, groups, make_optimizer, tensor_plan, fill))
-    check_fits(form.optimizer, grid.shape)
+    if make_optimizer is not None:
+        check_fits(form.optimizer, grid.shape)
 
     # Schedule and data: the caller's, a feature's, or the configuration's.
     schedules = (feature.schedule(form.optimizer) for feature in features)

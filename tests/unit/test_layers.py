@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pipeline_model
 import pytest
@@ -197,7 +196,6 @@ def test_what_one_stage_does_not_do_is_said() -> None:
     ):
         lines = pipeline.without_effect(asked, model)
         assert sorted(line.split()[0] for line in lines) == sorted(f"pipeline.{name}" for name in said)
-    assert pipeline.without_effect(replace(asked, stages=2), pipeline_model.model()) == []
     assert pipeline.without_effect(Pipelining(), pipeline_model.Net()) == []
 
 

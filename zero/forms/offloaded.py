@@ -35,8 +35,9 @@ class Offloaded(Dense):
 
     @classmethod
     def fits(cls, config: Config, shape: GridShape) -> bool:
-        is_whole = shape.size("pipe") == shape.size("tensor") == 1
-        return config.zero_optimization.offload_param.device == "nvme" and is_whole and super().fits(config, shape)
+        if config.zero_optimization.offload_param.device != "nvme":
+            return False
+        return shape.size("pipe") == shape.size("tensor") == 1 and super().fits(config, shape)
 
     @classmethod
     def check(cls, given: Given) -> None:

@@ -79,11 +79,9 @@ def stages_of(settings: Pipelining, place: int) -> list[int]:
 
 
 def check(config: Config, model: object) -> None:
-    """Raise ValueError or TypeError if this model cannot run with this configuration. Sends nothing."""
+    """Raise ValueError or TypeError if this model cannot run in this configuration's stages. Sends nothing."""
     settings, micro_batches = config.pipeline, config.gradient_accumulation_steps
     ranks, chunks, schedule = settings.ranks, chunks_of(settings), settings.schedule
-    if ranks == 1:
-        return
     if not isinstance(model, PipelineModule):
         raise TypeError(
             f"{ranks} pipeline stages, but the model is a {type(model).__name__}: a pipeline needs an "
@@ -113,12 +111,10 @@ def check(config: Config, model: object) -> None:
 
 
 def without_effect(settings: Pipelining, model: object) -> list[str]:
-    """The keys of the block "pipeline" that have no effect without stages, one line each."""
-    if settings.ranks > 1:
-        return []
-    takes_interval = isinstance(model, PipelineModule)
+    """The keys of the block "pipeline" that have no effect if there is one stage, one line each."""
+    takes_interval, default = isinstance(model, PipelineModule), Pipelining()
     names = [f.name for f in fields(settings) if f.name != "activation_checkpoint_interval" or not takes_interval]
-    said = [name for name in names if name != "stages" and getattr(settings, name) != getattr(Pipelining(), name)]
+    said = [name for name in names if name != "stages" and getattr(settings, name) != getattr(default, name)]
     return [f"pipeline.{name} has no effect: there is one stage, and the model is not cut" for name in said]
 
 
