@@ -285,7 +285,7 @@ def start(
                 inner,
                 launch.local_size,
             )
-    # Whole sequences need no process group more, if an axis of one rank has it.
+    # Whole sequences: the group is this rank alone, which an axis of one rank has already.
     alone = next((transports[axis] for axis in AXES if shape.sequence == shape.size(axis) == 1), None)
     return Grid(shape, mesh, world, transports, parts, alone or world.split(shape.along_sequence(world.rank)))
 
