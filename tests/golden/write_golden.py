@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from onebit.comm import Codec, Int4Codec, Int8Codec, SignCodec
+from onebit.comm import Codec, Int4Codec, Int8Codec, Log4Codec, SignCodec
 
 PATH = Path(__file__).with_name("frames.json")
 
@@ -28,6 +28,7 @@ def frames() -> dict[str, str]:
         "sign block=256 scale=mean_abs": SignCodec(scale="mean_abs", kernel="reference"),
         "int8 block=64": Int8Codec(block=64, kernel="reference"),
         "int4 block=64": Int4Codec(block=64, kernel="reference"),
+        "log4 block=64": Log4Codec(block=64),
     }
     return {f"{name} {row}": hexed for name, codec in codecs.items() for row, hexed in frames_of(codec).items()}
 

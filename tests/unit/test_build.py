@@ -20,7 +20,7 @@ from onebit.cli.cluster import available
 
 ROOT = Path(__file__).parents[2]
 FILES = (
-    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "mkdocs.yml",
+    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "SECURITY.md", "mkdocs.yml",
     "pyproject.toml", "setup.py",
 )  # fmt: skip
 FOLDERS = (".ci", "csrc", "docs", "onebit", "scripts", "tests")
@@ -176,6 +176,7 @@ def tool(name: str, *words: str) -> str:
 @pytest.mark.parametrize(
     ("schema", "files"),
     [("github-workflows", tuple(f".github/workflows/{name}.yml" for name in ("ci", "versions", "wheels"))),
+     ("github-issue-forms", (".github/ISSUE_TEMPLATE/bug.yml",)),
      ("citation-file-format", ("CITATION.cff",))],
 )  # fmt: skip
 def test_files_for_others_follow_their_schemas(schema: str, files: tuple[str, ...]) -> None:

@@ -341,7 +341,11 @@ def anchors(text: str) -> set[str]:
 
 
 def test_links_lead_somewhere() -> None:
-    pages = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *source_files("README.md")]
+    pages = [
+        *PAGES,
+        *(ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")),
+        *source_files("README.md"),
+    ]
     broken = []
     for page in pages:
         for link in LINK.findall(without_code(page.read_text())):
