@@ -1,4 +1,7 @@
-"""The templates of scripts/clusters: what they start trains, and ends when a rank dies. Slurm is a stub."""
+"""The templates of scripts/clusters: what they start trains, and ends when a rank dies.
+
+Slurm is a stub, pods and nodes are processes of this host.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import slurm_stub
+import yaml
 from ranks import free_port
 
 from onebit.comm.transports.mpi import import_mpi
@@ -34,7 +38,7 @@ def check(text: str, ranks: int, over: str) -> None:
     assert len({bits for *_, bits in found}) == 1, text
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in FOLDER.glob("*.s*")))
+@pytest.mark.parametrize("script", sorted(path.name for path in FOLDER.glob("*.s[bh]*")))
 def test_the_shell_reads_it(script: str) -> None:
     subprocess.run(["bash", "-n", FOLDER / script], check=True)
 
@@ -85,26 +89,86 @@ def test_every_option_of_a_job_is_sbatchs() -> None:
         assert len(said) == len(re.findall("^#+SBATCH", script.read_text(), re.MULTILINE)) and set(said) <= known
 
 
-def test_torchrun_on_every_node() -> None:
-    """Two nodes on this host: the second waits for the first one's port."""
-    env = environment(PORT=str(free_port()))
+def nodes_train(commands: list[list[str | Path]], environments: list[dict[str, str]]) -> None:
+    """A command for each node; all nodes are this host, and the later ones wait for the first one's port."""
     started = [
         subprocess.Popen(
-            [FOLDER / "torchrun.sh", str(node), "2", "127.0.0.1", PROGRAM],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            command, env=environment(**more), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        for node in range(2)
+        for command, more in zip(commands, environments, strict=True)
     ]
     try:
         said = [process.communicate(timeout=90) for process in started]
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0, 0], said
-    check("".join(out for out, _ in said), 2, "torch.distributed")
+    assert [process.returncode for process in started] == [0] * len(commands), said
+    check("".join(out for out, _ in said), len(commands), "torch.distributed")
+
+
+def test_torchrun_on_every_node() -> None:
+    commands = [[FOLDER / "torchrun.sh", str(node), "2", "127.0.0.1", PROGRAM] for node in range(2)]
+    nodes_train(commands, [{"PORT": str(free_port())}] * 2)
+
+
+def pods(name: str) -> list[dict]:
+    """The objects of a manifest."""
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+
+
+def command_of(pod: dict) -> tuple[list[str], dict[str, str]]:
+    """What its container runs, with the test's program, and its environment."""
+    (container,) = pod["spec"]["containers"]
+    command = [word.replace("train.py", str(PROGRAM)) for word in container["command"]]
+    return command, {entry["name"]: entry["value"] for entry in container["env"]} | {"OMP_NUM_THREADS": "1"}
+
+
+def test_a_kubernetes_job_trains(tmp_path: Path) -> None:
+    service, job = pods("job.yaml")
+    spec, name = job["spec"], job["metadata"]["name"]
+    command, env = command_of(spec["template"])
+    assert env["NODES"] == str(spec["completions"]) == str(spec["parallelism"]) and spec["completionMode"] == "Indexed"
+    assert (
+        service["metadata"]["name"] == spec["template"]["spec"]["subdomain"] and service["spec"]["clusterIP"] == "None"
+    )
+    assert service["spec"]["selector"] == {"job-name": name}
+    first = f"{name}-0.{service['metadata']['name']}"
+    assert sum(word.count(first) for word in command) == 1
+    env |= {"PORT": str(free_port()), "PATH": f"{FOLDER}:{BIN}:{os.environ['PATH']}"}
+    nodes_train(
+        [[word.replace(first, "127.0.0.1") for word in command]] * 2,
+        [env | {"JOB_COMPLETION_INDEX": str(node)} for node in range(2)],
+    )
+
+
+def test_a_pytorch_job_trains() -> None:
+    """With the variables that the operator sets."""
+    (job,) = pods("pytorchjob.yaml")
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert [(name, replica["replicas"]) for name, replica in replicas.items()] == [("Master", 1), ("Worker", 1)]
+    commands, environments = zip(*(command_of(replica["template"]) for replica in replicas.values()), strict=True)
+    ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    nodes_train(list(commands), [env | ranks | {"RANK": str(k)} for k, env in enumerate(environments)])
+
+
+def test_skypilots_task_trains() -> None:
+    (task,) = pods("sky.yaml")
+    run = task["run"].replace("scripts/train.py", str(PROGRAM))
+    ranks = {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2"}
+    ranks |= {"SKYPILOT_NUM_GPUS_PER_NODE": "0", "PORT": str(free_port())}
+    nodes_train(
+        [["bash", "-euc", run]] * 2,
+        [ranks | {"SKYPILOT_NODE_RANK": str(node)} for node in range(2)],
+    )
+
+
+def test_kubernetes_schemas_accept_the_manifests() -> None:
+    """The pods of Kubeflow's job count as pods: its own schema is in no package."""
+    kubernetes = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate: 108 MB")
+    replicas = pods("pytorchjob.yaml")[0]["spec"]["pytorchReplicaSpecs"].values()
+    wrapped = [{"apiVersion": "v1", "kind": "Pod", **replica["template"]} for replica in replicas]
+    for manifest in [*pods("job.yaml"), *wrapped]:
+        kubernetes.validate(manifest, "1.33", strict=True)
 
 
 def test_torchrun_without_words_says_how() -> None:
@@ -149,8 +213,9 @@ def test_mpich_takes_the_hosts_and_trains(tmp_path: Path) -> None:
 
 
 def test_the_image_installs_what_there_is() -> None:
-    """No daemon builds it here: that its commands name extras, files and an entry that exist."""
+    """A workflow builds it. Its commands name extras, files and an entry that exist; torch's index is torch's alone."""
     text = (FOLDER / "Dockerfile").read_text()
+    assert "PIP_INDEX_URL" not in text and text.count("TORCH_INDEX:+") == 1
     extras = re.search(r'"/src\[([a-z,]+)\]"', text)
     assert extras is not None
     listing = (ROOT / "pyproject.toml").read_text()
