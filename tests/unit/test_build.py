@@ -175,7 +175,7 @@ def tool(name: str, *words: str) -> str:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("schema", "files"),
-    [("github-workflows", tuple(f".github/workflows/{name}.yml" for name in ("ci", "versions", "wheels"))),
+    [("github-workflows", tuple(f".github/workflows/{name}.yml" for name in ("ci", "release", "versions"))),
      ("github-issue-forms", (".github/ISSUE_TEMPLATE/bug.yml",)),
      ("citation-file-format", ("CITATION.cff",))],
 )  # fmt: skip
