@@ -195,6 +195,16 @@ def _on_cpu(scales: Scales) -> Scales:
 
 
 @torch.no_grad()
+def is_compressed(file: Path) -> bool:
+    """Whether a file is one of `export_compressed`. Of one that cannot be read it is not known: no."""
+    if file.suffix != ".safetensors" or not file.is_file():
+        return False
+    try:
+        return _HEADER in files.read_about(file)
+    except Exception:  # safetensors' own; whoever reads the file says what is wrong with it
+        return False
+
+
 def import_compressed(model: nn.Module, file: str | os.PathLike[str]) -> nn.Module:
     """Read a file of `export_compressed` into a plain model, in place, and return the model. Each rank reads the file.
 

@@ -21,6 +21,7 @@ from ...checkpoint.files import CheckpointError
 from ...comm import PeerError, SimTransport, Transport
 from ...comm.messages import raise_on_all_ranks
 from ..checkpoint.whole import read_checkpoint_weights
+from ..compression.packing import import_compressed, is_compressed
 from ..parallel.experts import is_experts
 from ..parallel.model_plan import patterns
 from .config import read_inference_config
@@ -179,6 +180,9 @@ def _load(model: nn.Module, checkpoint: object) -> None:
     if unknown := given.keys() - {"path", "tag"}:
         raise ValueError(f'checkpoint: expected "path" and "tag", got {", ".join(sorted(unknown))}')
     path = Path(str(given.get("path")))
+    if is_compressed(path):
+        import_compressed(model, path)  # new parameters, too; modules shrink to the sizes in the file
+        return
     weights = read_checkpoint_weights(path, cast("str | None", given.get("tag")))
     places: dict[int, list[str]] = {}
     for name, x in model.state_dict(keep_vars=True).items():

@@ -26,7 +26,7 @@ from ..parallel.experts import STYLE, inner_width, is_experts, why_undividable
 from ..parallel.model_plan import WIDTHS, check_heads, matches, own_plan, patterns, stack_sizes
 from ..parallel.styles import divide
 from .experts import cut
-from .layers import Join, ServedLinear, is_linear, matrix_of, replace
+from .layers import Join, ServedLinear, has_hooks, is_linear, matrix_of, replace
 from .plan import is_gathered
 
 Plan = Mapping[str, str]
@@ -62,6 +62,11 @@ def plan_of(model: nn.Module, policy: object, ranks: int) -> dict[str, str]:
         module = model.get_submodule(name)
         if is_experts(module) != (style == STYLE):
             raise ValueError(f"{name} cannot be {style!r}: {STYLE!r} is for experts in one module, and only for these")
+        if has_hooks(module):
+            raise ValueError(
+                f"{name} has hooks, such as quantized inputs, which its parts would not run: use tp_size 1, or leave "
+                "activation_quantization out of the compression"
+            )
         if style == STYLE:
             if why := why_undividable(module):
                 raise ValueError(f"{name} {why}: leave the experts out of the plan")
