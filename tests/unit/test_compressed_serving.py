@@ -33,6 +33,9 @@ PRUNED = {
 }
 
 
+MLP = {"row_pruning": technique(["up_proj"], {"dense_ratio": 0.5}, [["gate_proj", "down_proj"]])}
+
+
 def build(family: str) -> nn.Module:
     torch.manual_seed(0)
     name, keys = FAMILIES[family]
@@ -57,7 +60,7 @@ def compressed(family: str, techniques: dict[str, Any], file: Path) -> nn.Module
 def test_a_compressed_file_is_served(family: str, tmp_path: Path) -> None:
     """8 bits of weights; in GPT-2 half of the heads and of the MLP are gone. The given model does not change."""
     layers = ["proj", "mlp"] if family != "GPT2" else [r"h\.\d"]
-    techniques = {"weight_quantization": technique(layers, EIGHT)} | (PRUNED if family == "GPT2" else {})
+    techniques = {"weight_quantization": technique(layers, EIGHT)} | (PRUNED if family == "GPT2" else MLP)
     file, given = tmp_path / "small.safetensors", build(family)
     cleaned, before = compressed(family, techniques, file), [p.clone() for p in given.parameters()]
     for checkpoint in (str(file), {"path": str(file)}):
@@ -67,6 +70,31 @@ def test_a_compressed_file_is_served(family: str, tmp_path: Path) -> None:
         expected = cleaned.generate(tokens(9), max_new_tokens=6, do_sample=False, pad_token_id=0)
         assert torch.equal(engine.generate(tokens(9), max_new_tokens=6), expected)
     assert all(map(torch.equal, given.parameters(), before))
+    if family != "GPT2":
+        mlp = engine.module.get_submodule("model.layers.0.mlp")
+        assert [tuple(mlp.get_submodule(n).weight.shape) for n in ("gate_proj", "up_proj", "down_proj")] == [
+            (16, 16), (16, 16), (16, 16),
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ([(["up_proj"], ["down_proj"])], "multiplied with those of .*gate_proj, .*name gate_proj in related_modules"),
+        ([(["gate_proj"], ["down_proj"])], "multiplied with those of .*up_proj, .*name up_proj in related_modules"),
+        ([(["up_proj"], ["gate_proj", "down_proj"]), (["gate_proj"], ["up_proj", "down_proj"])], "are pruned twice"),
+    ],
+)
+def test_a_gate_and_what_it_multiplies_shrink_together(groups: list[tuple[list[str], list[str]]], words: str) -> None:
+    """Named before anything changes: cleaned by itself, the MLP could not run."""
+    model = build("Llama")
+    half = [technique(names, {"dense_ratio": 0.5}, [related]) for names, related in groups]
+    pruning = half[0]
+    for k, more in enumerate(half[1:]):
+        pruning["different_groups"] |= {f"more {k}": each for each in more["different_groups"].values()}
+    with pytest.raises(ValueError, match=words):
+        init_compression(model, config(row_pruning=pruning))
+    assert not any(torch.nn.utils.parametrize.is_parametrized(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])

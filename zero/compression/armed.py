@@ -142,7 +142,7 @@ def _stacks(armed: Armed) -> dict[str, list[nn.Module]]:
         pruning = Pruning(Units(Form.of(module), each.unit, each.heads), each.schedule, each.method, weight)
         stacks.setdefault(each.name, []).append(pruning)
         armed.pruning.append((each, pruning))
-        for other in each.related if each.unit == "row" else ():
+        for other in each.readers:
             if is_compressible(model.get_submodule(other)):
                 later.append((other, RelatedInputs(Form.of(model.get_submodule(other)), pruning)))
     for name, technique in later:
@@ -153,7 +153,7 @@ def _stacks(armed: Armed) -> dict[str, list[nn.Module]]:
 def _dropping(armed: Armed, name: str, dim: int) -> Iterator[tuple[Pruning, int]]:
     """The prunings that drop inputs of this module, with the dimension."""
     for one, pruning in armed.pruning:
-        if (one.unit == "head" and one.name == name) or (one.unit == "row" and name in one.related):
+        if (one.unit == "head" and one.name == name) or name in one.readers:
             yield pruning, dim
 
 

@@ -137,7 +137,11 @@ def _cuts(armed: Armed) -> dict[str, _Cut]:
         if one.unit == "row":
             cuts.setdefault(one.name, _Cut()).rows = kept
             for other in one.related:
-                cuts.setdefault(other, _Cut()).inputs = kept
+                cut = cuts.setdefault(other, _Cut())
+                if other in one.readers:
+                    cut.inputs = kept
+                else:
+                    cut.rows = kept
             continue
         kept_inputs = kept.repeat_interleave(form.inputs // one.heads)
         cuts.setdefault(one.name, _Cut()).inputs = kept_inputs

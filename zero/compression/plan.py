@@ -34,6 +34,8 @@ from .schedule import BitSchedule, DensitySchedule
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _SHOWN = 4  # names in a message
+_GATES = (("gate_proj", "up_proj"), ("w1", "w3"), ("wi_0", "wi_1"))
+"""Layers whose outputs are multiplied with each other, by the last part of their names: Llama's, Mixtral's, T5's."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,9 @@ class Quantized:
 class Pruned:
     """The weight of a module, pruned by "element", "row" or "head".
 
-    related: for rows, modules whose inputs are these outputs, and norms between; for heads, modules that compute q, k
-    or v. parts: for each of those, 1, or 3 if it computes all three; layout: the order of the three.
+    related: for rows, modules whose inputs are these outputs, norms between, and the gate with which they are
+    multiplied; for heads, modules that compute q, k or v. parts: for each of those, 1, or 3 if it computes all three;
+    layout: the order of the three.
     """
 
     name: str
@@ -63,6 +66,11 @@ class Pruned:
     heads: int = 1
     related: tuple[str, ...] = ()
     layout: str | None = None
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Of rows: the related modules that lose inputs; a gate loses outputs."""
+        return tuple(name for name in self.related if name != gate_of(self.name)) if self.unit == "row" else ()
 
 
 @dataclass(frozen=True)
@@ -224,10 +232,33 @@ def _pruned(
         return _heads(modules, shared, params, schedule, name, related, where)
     if technique == "channel_pruning" and not is_convolution(module):
         raise ValueError(f"{where} is a {type(module).__name__}; channels are a convolution's: write row_pruning")
-    rows = Form.of(module).rows
+    rows, gate = Form.of(module).rows, gate_of(name)
+    if related and gate is not None and gate not in related and _is_like(modules.get(gate), module):
+        raise ValueError(
+            f"{where}: its outputs are multiplied with those of {gate}, which would keep all of them, and the model "
+            f"could not run; name {gate.rpartition('.')[2]} in related_modules, too"
+        )
     for other in related:
-        _check_inputs(modules[other], rows, other, where)
+        if other != gate:
+            _check_inputs(modules[other], rows, other, where)
+        elif Form.of(modules[other]).rows != rows:
+            raise ValueError(f"{where} has {rows} outputs, and {other}, their gate, {Form.of(modules[other]).rows}")
     return Pruned(name, technique, "row", schedule, shared.method, related=related)
+
+
+def _is_like(gate: nn.Module | None, module: nn.Module) -> bool:
+    return gate is not None and is_compressible(gate) and Form.of(gate).shape == Form.of(module).shape
+
+
+def gate_of(name: str) -> str | None:
+    """The name of the layer with whose outputs those of this one are multiplied, if it is named like half of a pair.
+
+    Args:
+        name: Of a module.
+    """
+    parent, dot, last = name.rpartition(".")
+    other = next((b if last == a else a for a, b in _GATES if last in (a, b)), None)
+    return None if other is None else f"{parent}{dot}{other}"
 
 
 def _check_inputs(module: nn.Module, rows: int, name: str, where: str) -> None:
@@ -292,12 +323,14 @@ def _check_apart(made: Plan) -> None:
         sides = {"row": (rows, inputs), "head": (inputs, rows)}.get(one.unit)
         if sides is None:
             continue
-        for side, names, what in ((sides[0], (one.name,), "own"), (sides[1], one.related, "related")):
-            for name in names:
-                if name in side:
-                    which = "outputs" if side is rows else "inputs"
-                    raise ValueError(f"the {which} of {name} are pruned twice: by {side[name]} and by {said} ({what})")
-                side[name] = said
+        for name in (one.name, *one.related):
+            # A gate loses its outputs with the layer whose outputs it multiplies.
+            is_own = name == one.name or (one.unit == "row" and name == gate_of(one.name))
+            side = sides[0 if is_own else 1]
+            if name in side:
+                which, what = "outputs" if side is rows else "inputs", "own" if is_own else "related"
+                raise ValueError(f"the {which} of {name} are pruned twice: by {side[name]} and by {said} ({what})")
+            side[name] = said
 
 
 def _check_ties(model: nn.Module, made: Plan) -> None:
