@@ -270,7 +270,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="with --zero: so many ranks compute each layer together",
     )
-    add("--sequence", type=_positive, default=1, metavar="N", help="with --zero: so many ranks share each sequence")
+    add("--sequence", type=_positive, default=1, metavar="N", help="with --zero: ranks that share each sequence")
     add("--pipe", type=_positive, metavar="N", help="with --zero: so many stages; 1: a run that others can go on with")
     add("--schedule", choices=_SCHEDULES, default="1f1b", help="with --pipe: the order of --accumulate micro-batches")
     add("--activations", choices=_WIRES, help="with --pipe: what goes from stage to stage; else as it is computed")

@@ -90,7 +90,7 @@ def split_sequences(model: Any, ranks: SequenceRanks, codec: Codec | None) -> No
         if hasattr(module, "is_causal"):
             module.__dict__[_HOLDER] = holder
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _window_of_mask)
     model.set_attn_implementation(NAME)
     model.register_forward_pre_hook(holder.cut, with_kwargs=True)
     model.register_forward_hook(holder.finish)
@@ -288,7 +288,7 @@ def _attention(
     is_causal = _is_causal(module) if said is None else bool(said)
     window = attention_mask.tokens if isinstance(attention_mask, _Window) else None
     its = options.get("sliding_window")
-    if window is None and isinstance(its, int) and its < holder.pieces.length:
+    if window is None and its is not None and not (isinstance(its, int) and its >= holder.pieces.length):
         raise ValueError(
             f"rank {holder.ranks.rank}: {type(module).__name__} asks for a window of {its} tokens, which its mask "
             f"does not have, for a sequence of {holder.pieces.length}: it is not clear what its tokens see"
@@ -306,7 +306,7 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _no_mask(
+def _window_of_mask(
     *args: object, mask_function: Callable[..., Any] | None = None, local_size: object = None, **options: object
 ) -> _Window | None:
     """The registry's mask: at most a window, as the ring knows what else a token sees.
@@ -318,12 +318,14 @@ def _no_mask(
 
     if mask_function in (None, causal_mask_function, bidirectional_mask_function):
         return None
+    if isinstance(local_size, int) and local_size >= _under_way.get().pieces.length and not options.get("use_vmap"):
+        return None  # to whichever side it is, it hides nothing
     if not isinstance(local_size, int) or options.get("use_vmap") or not _is_window(mask_function, local_size):
         raise ValueError(
             "this model hides other tokens than the future and those before a window (chunks, tokens seen both ways), "
             "which ring attention cannot express"
         )
-    return _Window(local_size) if local_size < _under_way.get().pieces.length else None
+    return _Window(local_size)
 
 
 def _is_window(mask_function: Callable[..., Any], tokens: int) -> bool:
