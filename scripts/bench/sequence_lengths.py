@@ -40,10 +40,6 @@ def options_of(side: str, args: argparse.Namespace) -> tuple[int | None, int]:
     return (args.window if side == "window" else None), (args.ranks_per_host if side == "two levels" else 1)
 
 
-def lengths_of(side: str, args: argparse.Namespace) -> list[int]:
-    return [n for n in args.lengths if side == "window" or n <= args.dense_to]
-
-
 def worker(args: argparse.Namespace) -> None:
     """One rank of one side: all lengths, from short to long; rank 0 writes what was measured as JSON."""
     transport = comm.init("gloo")
@@ -52,7 +48,8 @@ def worker(args: argparse.Namespace) -> None:
     window, degree = options_of(args.side, args)
     ranks, found = SequenceRanks.of(transport, degree), []
     at_start = 0
-    for length in [1024, *lengths_of(args.side, args)]:  # the first loads libraries
+    lengths = [n for n in args.lengths if args.side == "window" or n <= args.dense_to]
+    for length in [1024, *lengths]:  # the first loads libraries
         its = measure(transport, attention(length, ranks, window, args), args.repeats, warm=lambda: None)
         at_start = at_start or _peak_bytes()
         its["peak_bytes"] = slowest(transport, _peak_bytes() - at_start)

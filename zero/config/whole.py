@@ -334,14 +334,14 @@ def _make(config: object, world_size: int, ranks_per_batch: int | None, reading:
         read_compression(top.compression_training, reading)  # what `init_compression` acts on is checked here already
     if top.communication_data_type == "fp16":
         reading.warnings.append(f"{reading.at('communication_data_type')} fp16 is taken as bf16: as many bytes")
-    alike = (top.onebit.tensor or 1) * top.pipeline.ranks * top.sequence_ranks
-    alike = alike if ranks_per_batch is None else ranks_per_batch
-    if world_size % alike:
+    readers = (top.onebit.tensor or 1) * top.pipeline.ranks * top.sequence_ranks
+    readers = readers if ranks_per_batch is None else ranks_per_batch
+    if world_size % readers:
         raise ValueError(
-            f"{reading.source}: {world_size} ranks cannot be divided by the {alike} that read each batch together; "
-            f"start a multiple of {alike}, or change pipeline.stages, onebit.tensor or sequence_parallel_size"
+            f"{reading.source}: {world_size} ranks cannot be divided by the {readers} that read each batch together; "
+            f"start a multiple of {readers}, or change pipeline.stages, onebit.tensor or sequence_parallel_size"
         )
-    world_size //= alike
+    world_size //= readers
     sizes = top.train_batch_size, top.train_micro_batch_size_per_gpu, top.gradient_accumulation_steps
     try:
         train, micro, steps = batch_triangle(*sizes, world_size)

@@ -110,7 +110,7 @@ class SequencePlan:
 
 
 def plans(run: SequenceRun) -> list[SequencePlan]:
-    """Return the cost on one rank, and of each way to divide the heads inside a host."""
+    """Return the cost on one rank, and of each way to divide heads inside a host without repeating any."""
     degrees = [U for U in range(1, run.ranks_per_host + 1) if run.ranks_per_host % U == 0 and run.heads % U == 0]
     degrees = [U for U in degrees if run.groups % U == 0] if run.ranks > 1 else []
     return [_plan(run, 1, 1), *(_plan(run, run.ranks, U) for U in degrees)]
