@@ -186,11 +186,11 @@ def compressed_allreduce(
     del made_HB  # all buckets wait below with what they hold
     if ef is not None and ef.worker_next.data_ptr() != x_HN.data_ptr():
         ef.worker_next.view(x_HN.shape).copy_(x_HN)
-    yield from exchange(ef, codec, transport, wire, x_HN.shape[1], counts)
+    yield from exchange(ef, codec, hierarchy, wire, x_HN.shape[1], counts)
 
 
 def exchange(
-    ef: ErrorFeedback | None, codec: Codec, transport: Transport, wire: Wire, n: int, counts: Tensor | None = None
+    ef: ErrorFeedback | None, codec: Codec, hierarchy: Hierarchy, wire: Wire, n: int, counts: Tensor | None = None
 ) -> Exchange:
     """Both phases, from frames that are already encoded into `wire.sent_HB`.
 
@@ -200,17 +200,16 @@ def exchange(
     Args:
         ef: Residuals; the server error is used here. None: no error feedback.
         codec: Format of the frames.
-        transport: Connection to the other ranks.
+        hierarchy: Transports to the other ranks.
         wire: Buffers, with this rank's frames in sent_HB.
         n: Elements of a chunk, N.
         counts: int32 [W, J], real elements of each block. Default None: all are real.
     """
-    hierarchy, frames_HB = Hierarchy.of(transport), wire.sent_HB
-    across = hierarchy.inter_node
+    across, frames_HB = hierarchy.inter_node, wire.sent_HB
     yield across.all_to_all(wire.received_HB, frames_HB)
 
     mine = slice(across.rank, across.rank + 1)
-    counts_1J = None if counts is None else hierarchy.rows(counts)[mine]
+    counts_1J = None if counts is None else counts[hierarchy.owner].unsqueeze(0)
     if ef is not None:
         server_1N, residual_1N = ef.server.view(1, -1), ef.server_next.view(1, -1)
     else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -22,17 +22,28 @@ from torch import Tensor
 from .transports.base import Channel, Transport, Work, check_transport
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Hierarchy:
-    """The two transports of one rank.
+    """The two transports of one rank, and the rows of a bucket that are this rank's.
 
     Attributes:
         intra_node: Transport to the ranks of its node; None in a flat world.
         inter_node: Transport to the ranks with the same local rank, one per node; to all ranks in a flat world.
+        local_size: Ranks per node, L.
+        nodes: Number of nodes, H.
+        own: The rows of a bucket that this rank exchanges between nodes.
+        owner: The row that this rank averages.
     """
 
     intra_node: Transport | None
     inter_node: Transport
+    local_size: int = field(init=False)
+    nodes: int = field(init=False)
+    own: slice = field(init=False)
+    owner: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count()
 
     @classmethod
     def of(cls, transport: Transport) -> Hierarchy:
@@ -44,27 +55,13 @@ class Hierarchy:
         check_transport(transport, may_change=True)
         return cls(transport.intra_node, transport.inter_node)
 
-    @property
-    def local_size(self) -> int:
-        """Ranks per node, L."""
-        return 1 if self.intra_node is None else self.intra_node.world_size
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes, H."""
-        return self.inter_node.world_size
-
-    @property
-    def own(self) -> slice:
-        """The rows of a bucket that this rank exchanges across nodes."""
+    def count(self) -> None:
+        """Count the ranks; again if members have come or gone, before anything else is asked."""
         local_rank = 0 if self.intra_node is None else self.intra_node.rank
-        return slice(local_rank * self.nodes, (local_rank + 1) * self.nodes)
-
-    @property
-    def owner(self) -> int:
-        """The row that this rank averages."""
-        first: int = self.own.start
-        return first + self.inter_node.rank
+        self.local_size = 1 if self.intra_node is None else self.intra_node.world_size
+        self.nodes = self.inter_node.world_size
+        self.own = slice(local_rank * self.nodes, (local_rank + 1) * self.nodes)
+        self.owner = local_rank * self.nodes + self.inter_node.rank
 
     @property
     def phases(self) -> int:

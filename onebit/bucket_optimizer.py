@@ -27,7 +27,7 @@ from .agreement.join import Join
 from .agreement.replicas import ReplicaCheck
 from .agreement.skips import MOST_SKIPS, SkipLimit
 from .agreement.step_vote import Header, StepVote, Summary, check_headers, gather_headers
-from .agreement.wrappers import NOT_COMPARED, WrapperWatch, gradient_digest, refuse_wrapper
+from .agreement.wrappers import COMPARED_STEPS, NOT_COMPARED, WrapperWatch, gradient_digest, refuse_wrapper
 from .comm import PeerError, Transport
 from .layout.buckets import B, Buckets, elements_of
 from .membership.members import Members
@@ -308,6 +308,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
         self._fill_stats()
         self._end_step()
         self._steps_here += 1
+        self._watch.is_on = self._steps_here < COMPARED_STEPS
         if bad is not None or self.skip_limit.in_a_row:
             self.skip_limit.observe(bad is not None, bad or (), self.transport, self.model_parallel_group.whole)
         self.computing.start()
@@ -407,8 +408,7 @@ class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
     def _summary(self, header: Header, buckets: Sequence[B], resends: bool) -> Summary:
         """The summary of the header for a vote on these buckets; in the first steps with a digest of gradients."""
         repeats = are_used_again(self.buckets.params, self._used)
-        is_watched = self._watch.is_on(self._steps_here)
-        gradients = gradient_digest(bucket.gradients() for bucket in buckets) if is_watched else NOT_COMPARED
+        gradients = gradient_digest(bucket.gradients() for bucket in buckets) if self._watch.is_on else NOT_COMPARED
         changes = self._members is not None and self._members.is_awaited()
         return header.summary(resends=resends, repeats=repeats, changes=changes, gradients=gradients)
 

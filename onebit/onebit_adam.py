@@ -84,6 +84,7 @@ class AdamRule(Rule):
         self.bias_correction = bias_correction
         self.variance = FrozenVariance(variance_floor)
         self._joined: dict[int, int] = {}  # by group, elements whose first gradient came in this step
+        self._dense: Sequence[bool] = ()  # by group, whether this step exchanges gradients
 
     def check(self, name: str) -> None:
         check_number(name, "variance_floor", self.variance.floor)
@@ -165,8 +166,8 @@ class AdamRule(Rule):
         self._note_births(bucket, decision)
         bucket.ef.commit()
         frames = self.placement.swap_frames(bucket)  # the frames that have arrived are the new m/D
-        self.mask_state(bucket)
         if bucket.masks is not None:
+            self.mask_state(bucket)
             weight_K, decay_K = yield from self.weights(bucket, was_dense=False)
             weight_K.mul_(self._correction(bucket))
             self.codec.decode(frames, bucket.rows(bucket.buffer))
@@ -228,8 +229,11 @@ class AdamRule(Rule):
 
     # ---------------------------------------------------------------- which kind of step
 
+    def begin_step(self) -> None:
+        self._dense = [self._is_dense(g, int(count)) for g, count in enumerate(self.steps)]
+
     def averages_gradients(self, bucket: Bucket) -> bool:
-        return self._is_dense(bucket.group_index, bucket.step)
+        return self._dense[bucket.group_index]
 
     def keeps_variance(self, bucket: Bucket) -> bool:
         """Whether the bucket has a variance and takes these steps: here all do."""
@@ -274,11 +278,11 @@ class AdamRule(Rule):
     # ---------------------------------------------------------------- the freeze
 
     def after_step(self) -> str:
-        for g, count in enumerate(self.steps):
-            if self._is_dense(g, int(count) - 1):
+        for g, (count, was_dense) in enumerate(zip(self.steps, self._dense, strict=True)):
+            if was_dense:
                 self.variance.count_dense(g, self.buckets.groups[g]["betas"][1], int(count))
         first = self.buckets[0]
-        is_refresh = first.phase == "compressed" and self._is_dense(first.group_index, first.step - 1)
+        is_refresh = first.phase == "compressed" and self.averages_gradients(first)
         phase = "refresh" if is_refresh else first.phase
         self._restart_refreshes()
         self._look([max(int(count) - 1, 0) for count in self.steps])
@@ -291,7 +295,7 @@ class AdamRule(Rule):
 
         Not in a model in parts, whose ranks take the same kinds of steps without knowing each other's layers.
         """
-        if self.parts.whole.world_size == 1:
+        if self._joined and self.parts.whole.world_size == 1:
             for g, joined in self._joined.items():
                 in_group = sum(bucket.layout.parameter_numel for bucket in self.buckets if bucket.group_index == g)
                 is_new = int(self.steps[g]) - 1 > (self.variance.unseen or {}).get(g, 0)
@@ -324,7 +328,8 @@ class AdamRule(Rule):
 
     def _freeze_where_due(self) -> None:
         """End the warm-up of the groups that exchange momentum next: v becomes D, and m is packed into frames."""
-        due = [bucket for bucket in self.buckets if bucket.phase == "warmup" and not self.averages_gradients(bucket)]
+        warming = (bucket for bucket in self.buckets if bucket.phase == "warmup")
+        due = [bucket for bucket in warming if not self._is_dense(bucket.group_index, bucket.step)]
         if not due or not self.policy.decide():
             return
         is_first = all(bucket.phase == "warmup" for bucket in filter(self.keeps_variance, self.buckets))

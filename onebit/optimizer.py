@@ -263,6 +263,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def relay(self) -> None:
         """Lay all buckets out for the transport's current ranks. The caller then allocates their flat state anew."""
+        self.placement.hierarchy.count()
         for bucket in self.buckets:
             layout = lay_out(bucket.layout.shapes, self.codec.block, self.transport.world_size)
             bucket.relay(layout, self.transport.rank)
@@ -528,12 +529,12 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         looks = is_inspected(self._steps_here)
         for bucket in self.buckets:
             bucket.masters.check(self.transport.rank, bucket.names)
-            if bucket.masters:
+            if bucket.masters.has_any:
                 bucket.masters.settle(looks=looks)
 
     def _write_masters(self, decision: Decision) -> None:
         for bucket in self.buckets:
-            if bucket.masters:
+            if bucket.masters.has_any:
                 bucket.masters.write_back(decision.of(bucket))
 
     def _take_extra_step(self) -> None:
@@ -596,7 +597,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             are_true = ballot.read(flags)
         if is_news:
             self._change_is_due |= any(vote.summary.changes for vote in ballot.votes)
-        if is_news and self._watch.is_on(self._steps_here):
+        if is_news and self._watch.is_on:
             self._watch.note([vote.summary.gradients for vote in ballot.votes])
             self._watch.look(self.buckets.params)
         return are_true
@@ -707,7 +708,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def leave_world(self) -> State:
         """See `membership.change.Changing`."""
-        sent = [not self.rule.averages_gradients(bucket) for bucket in self.buckets]  # of the step under way
+        has_begun = self._driver.state is not StepState.IDLE
+        sent = [has_begun and not self.rule.averages_gradients(bucket) for bucket in self.buckets]
         self._forget_step()
         return new_world.leave(self, sent)
 

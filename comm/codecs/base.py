@@ -34,6 +34,22 @@ class Witness(NamedTuple):
     numbers_KM: Tensor
     factor: float = 1.0
 
+    @classmethod
+    def of_scales(cls, frames_KB: Tensor, offset: int, J: int, factor: float = 1.0) -> Witness:
+        """The scales of some frames: a view if possible, as a bfloat16 cannot start at an odd address.
+
+        Args:
+            frames_KB: The frames, uint8 [K, B].
+            offset: Byte of a frame at which its scales start.
+            J: Number of scales in a frame.
+            factor: The largest number of steps that a scale is multiplied with. Default 1.0.
+        """
+        is_even = (frames_KB.storage_offset() + offset) % 2 == 0 and frames_KB.stride(0) % 2 == 0
+        if not (J and is_even and frames_KB.stride(1) == 1):
+            return cls(reference.scales_at(frames_KB, offset, J), factor)
+        check_shape(frames_KB, len(frames_KB), offset + 2 * J)
+        return cls(frames_KB[:, offset : offset + 2 * J].view(torch.bfloat16), factor)
+
 
 def all_finite(witnesses: Sequence[Witness]) -> Tensor:
     """Whether all values are finite, over all frames that the witnesses stand for. A few kernels for any number.

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .. import kernels
-from ..kernels import reference
 from .base import FusedCodec, Witness, all_finite, check_block, check_whole_blocks
 
 
@@ -51,4 +50,4 @@ class Log4Codec(FusedCodec):
         return all_finite([self.witness(frames_KB, n)])
 
     def witness(self, frames_KB: Tensor, n: int) -> Witness:
-        return Witness(reference.scales_in_place(frames_KB, n // 2, n // self.block))
+        return Witness.of_scales(frames_KB, n // 2, n // self.block)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from .. import kernels
-from ..kernels import reference
 from ..kernels.operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
 from .base import FusedCodec, Witness, all_finite, check_block, check_whole_blocks
 
@@ -99,4 +98,4 @@ class SignCodec(FusedCodec):
         return all_finite([self.witness(frames_KB, n)])
 
     def witness(self, frames_KB: Tensor, n: int) -> Witness:
-        return Witness(reference.scales_in_place(frames_KB, n // 8, n // self.block))
+        return Witness.of_scales(frames_KB, n // 8, n // self.block)

@@ -22,7 +22,6 @@ from .operands import (
     ParamUpdate,
     Segments,
     Variance,
-    check_tensors,
 )
 
 SCALES = ("rms", "mean_abs")
@@ -229,7 +228,7 @@ class Edge:
         self._check_frames(frames_KB, K, frame.bytes(n, J))
         self._check_segments("params", update.params, update.segments, K * J, block)
         for name, x in (("weight", update.weight_S), ("keep", update.keep_S)):
-            self._check_flat(name, x.unsqueeze(0), (torch.float32,), (1, len(update.segments)))
+            self._check_flat(name, x.unsqueeze(0), (torch.float32,), (1, len(update.segments.numels)))
         self._check_one_device(frames_KB, update.weight_S, update.keep_S, *update.params)
         return K, J
 
@@ -258,7 +257,11 @@ class Edge:
     def _check_segments(
         name: str, tensors: Sequence[Tensor | None], segments: Segments, blocks: int, block: int
     ) -> None:
-        check_tensors(name, tensors, segments)
+        if len(tensors) != len(segments.numels):
+            raise ValueError(f"{name}: got {len(tensors)} tensors for {len(segments.numels)} segments")
+        for s, (tensor, numel) in enumerate(zip(tensors, segments.numels, strict=True)):
+            if tensor is not None and tensor.numel() != numel:
+                raise ValueError(f"{name}[{s}] has {tensor.numel()} elements, its segment {numel}")
         if segments.block != block or segments.blocks > blocks:
             raise ValueError(
                 f"segments are {segments.blocks} blocks of {segments.block}, the rows {blocks} blocks of {block}"

@@ -33,10 +33,7 @@ class Segments:
         if any(end > first for end, first in zip(ends, self.first[1:], strict=False)):
             raise ValueError(f"segments overlap or are out of order: first {self.first}, numels {self.numels}")
 
-    def __len__(self) -> int:
-        return len(self.first)
-
-    @property
+    @functools.cached_property
     def blocks(self) -> int:
         """Blocks up to the end of the last segment."""
         return self.first[-1] + -(-self.numels[-1] // self.block) if self.first else 0
@@ -289,12 +286,3 @@ class GradientSum:
     add: float
     unscale: float = 1.0
     returned: float | None = None
-
-
-def check_tensors(name: str, tensors: Sequence[Tensor | None], segments: Segments) -> None:
-    """Raise ValueError unless there is one tensor (or None) of the right length for each segment."""
-    if len(tensors) != len(segments):
-        raise ValueError(f"{name}: got {len(tensors)} tensors for {len(segments)} segments")
-    for s, (tensor, numel) in enumerate(zip(tensors, segments.numels, strict=True)):
-        if tensor is not None and tensor.numel() != numel:
-            raise ValueError(f"{name}[{s}] has {tensor.numel()} elements, its segment {numel}")

@@ -190,7 +190,7 @@ def local_step(step: LocalStep, *, block: int) -> None:
     m = momentum.old.copy_(momentum_of(momentum, momentum.old))
     moved = m * step.weight
     step.sum_KN.add_(moved)
-    anchors = [None] * len(segments) if step.anchor_KN is None else segments.views(step.anchor_KN.view(-1))
+    anchors = [None] * len(segments.numels) if step.anchor_KN is None else segments.views(step.anchor_KN.view(-1))
     for p, move, anchor in zip(step.params, segments.views(moved.view(-1)), anchors, strict=True):
         if p is not None:
             if anchor is not None:
@@ -382,15 +382,6 @@ def scales_at(frames_KB: Tensor, offset: int, J: int) -> Tensor:
     check_shape(frames_KB, len(frames_KB), offset + 2 * J)
     scales_KB = frames_KB[:, offset : offset + 2 * J].clone(memory_format=torch.contiguous_format)
     return scales_KB.view(-1).view(torch.bfloat16).view(frames_KB.shape[0], J)
-
-
-def scales_in_place(frames_KB: Tensor, offset: int, J: int) -> Tensor:
-    """As `scales_at`, but a view if possible: a bfloat16 cannot start at an odd address."""
-    is_even = (frames_KB.storage_offset() + offset) % 2 == 0 and frames_KB.stride(0) % 2 == 0
-    if not (J and is_even and frames_KB.stride(1) == 1):
-        return scales_at(frames_KB, offset, J)
-    check_shape(frames_KB, len(frames_KB), offset + 2 * J)
-    return frames_KB[:, offset : offset + 2 * J].view(torch.bfloat16)
 
 
 def _int8_values(frames_KB: Tensor, n: int, block: int) -> Tensor:

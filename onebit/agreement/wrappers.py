@@ -38,15 +38,14 @@ class WrapperWatch:
     Args:
         transport: Between the replicas.
         parts: The ranks that hold the parts of this replica.
+
+    Attributes:
+        is_on: Whether gradients are compared in this step: in the first `COMPARED_STEPS`, which the optimizer counts.
     """
 
     def __init__(self, transport: Transport, parts: ModelParallelGroup):
-        self._transport, self._parts = transport, parts
+        self._transport, self._parts, self.is_on = transport, parts, True
         self._is_alike = self._is_warned = self._has_looked = False
-
-    def is_on(self, step: int) -> bool:
-        """Whether gradients are compared in this step, counted from 0."""
-        return step < COMPARED_STEPS and self._transport.world_size > 1
 
     def note(self, digests: Sequence[bytes]) -> None:
         """Note the digests of all ranks' gradients, in rank order."""

@@ -46,12 +46,12 @@ class Layout:
         numels = tuple(shape.numel() for shape in self.shapes)
         return Segments(tuple(offset // self.block for offset in self.offsets), numels, self.block)
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """N: elements per rank."""
         return self.numel // self.world_size
 
-    @property
+    @cached_property
     def parameter_numel(self) -> int:
         """Elements without padding."""
         return sum(shape.numel() for shape in self.shapes)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..model_parallel import local
 from ..usage.contract import State
@@ -94,6 +95,7 @@ class Masters:
         params: The parameters.
 
     Attributes:
+        has_any: Whether there are masters, even if they have no elements.
         flat: float32, all masters one after another, without padding.
         views: The part of flat for each parameter that has a master; None for the others.
     """
@@ -105,19 +107,15 @@ class Masters:
         self.flat = torch.zeros(sum(sizes), device=device, dtype=torch.float32)
         parts = zip(params, self.flat.split(sizes), strict=True)
         self.views = [part.view(local(p).shape) if is_low(p) else None for p, part in parts]
-        self._has_any = any(view is not None for view in self.views)
+        self.has_any = any(view is not None for view in self.views)
         self._versions: list[int] | None = None
         self.settle()
-
-    def __bool__(self) -> bool:
-        """Whether there are masters, even if they have no elements."""
-        return self._has_any
 
     @property
     def local_values(self) -> list[Tensor]:
         """The tensor of each parameter that a step reads and writes: its master, or this rank's part of it."""
-        pairs = zip(self._params, self.views, strict=True)
-        return [local(p) if view is None else view for p, view in pairs]
+        held = (p if type(p) is Parameter else local(p) for p in self._params)
+        return [p if view is None else view for p, view in zip(held, self.views, strict=True)]
 
     def check(self, rank: int, names: Sequence[str]) -> None:
         """Raise RuntimeError if a parameter has another dtype than when the optimizer was made."""
@@ -138,7 +136,7 @@ class Masters:
         Args:
             looks: Whether to look also if torch has counted no write, as for writes through `.data`. Default True.
         """
-        if not self:
+        if not self.has_any:
             return
         now = [local(p)._version for p in self._params]
         versions = self._versions or [-1] * len(now)
@@ -183,7 +181,7 @@ class Masters:
         Args:
             seen: Which parameters a step has moved. Default None: all.
         """
-        if not self:
+        if not self.has_any:
             return
         moved = [True] * len(self._params) if seen is None else seen
         triples = zip(self._params, self.views, moved, strict=True)

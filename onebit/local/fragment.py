@@ -241,7 +241,7 @@ class LocalBucket:
         """Both phases of the frames in the wire's buffers; for a correction, also gather the frames of this node."""
         assert self.wire is not None
         said_HB = None if self.correction is None else self.wire.sent_HB.clone()
-        yield from comm.exchange(self.ef, codec, transport, self.wire, self.layout.chunk, self.counts)
+        yield from comm.exchange(self.ef, codec, self.hierarchy, self.wire, self.layout.chunk, self.counts)
         if said_HB is not None:
             self.said_WB = yield from self.hierarchy.gather_intra_node(said_HB)
 

@@ -204,7 +204,7 @@ class LocalSteps(Wrapped):
             fragment.decays += [True] * (len(fragment.params) - len(fragment.decays))
         if self.hierarchy.intra_node is not None:
             self._averager = DenseAverager(self.buckets.params, self.hierarchy.intra_node)
-        if self.inner.state and any(bucket.masters for bucket in self.buckets[known:]):
+        if self.inner.state and any(bucket.masters.has_any for bucket in self.buckets[known:]):
             self.inner_step.load(self.inner.state_dict())  # its state of these parameters becomes float32
         if not known:
             self.buffers.begin()

@@ -124,6 +124,7 @@ def take_over(optimizer: Stepping, theirs: State, own: State | None) -> None:
 def _relay(optimizer: Stepping, own: State | None, which: str) -> None:
     """Lay all buckets out for the transport's ranks, with these residuals carried over; None: they are zero."""
     transport = optimizer.transport
+    optimizer.replica.hierarchy.count()
     for k, bucket in enumerate(optimizer.buckets):
         shapes, block = bucket.layout.shapes, bucket.layout.block
         bucket.relay(lay_out(shapes, block, transport.world_size), transport.rank)

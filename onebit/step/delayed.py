@@ -168,6 +168,7 @@ class DelayedSteps:
         header, mine = vote_of(record, len(self._buckets.frozen))
         with torch.no_grad():
             self._driver.begin()
+            self._rule.begin_step()
             for bucket, saved in zip(self._buckets, record["buckets"], strict=True):
                 assert bucket.ef is not None
                 bucket.ef.worker_next.copy_(saved["residual"])

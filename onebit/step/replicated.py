@@ -228,7 +228,7 @@ class Replicated:
         """
         wire = self.wire(bucket, self.codec)
         wire.sent_HB.copy_(sent)
-        yield from comm.exchange(bucket.ef, self.codec, self.transport, wire, bucket.layout.chunk, bucket.counts)
+        yield from comm.exchange(bucket.ef, self.codec, self.hierarchy, wire, bucket.layout.chunk, bucket.counts)
         decision: Decision = yield self._arrived(bucket)
         return decision
 
@@ -253,7 +253,7 @@ class Replicated:
         out = EncodeOutput(owed.view(-1, n), wire.sent_HB, bucket.counts[own], ef.worker_next.view(-1, n))
         self.codec.encode_momentum(momentum, out)
         del momentum, grads, owed, out
-        yield from comm.exchange(ef, self.codec, self.transport, wire, n, bucket.counts)
+        yield from comm.exchange(ef, self.codec, self.hierarchy, wire, n, bucket.counts)
 
     def _momentum_of(
         self,

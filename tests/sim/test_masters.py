@@ -262,6 +262,6 @@ def test_another_number_of_ranks_takes_the_masters_over(caplog: pytest.LogCaptur
 
 
 def test_masters_of_no_parameters() -> None:
-    assert not Masters(()) and Masters(()).flat.numel() == 0
+    assert not Masters(()).has_any and Masters(()).flat.numel() == 0
     Masters(()).settle()
     Masters(()).write_back()

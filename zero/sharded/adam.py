@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...comm import OwnerStep, Work
 from ...step.bucket_step import Answer, Decision, Meeting
+from ...usage.contract import eps_of
 from ...usage.signature import shows_all_options
 from . import arithmetic
 from .bucket import ShardedBucket
@@ -89,7 +90,7 @@ class ShardedAdamRule(ShardedRule):
                 weight=1.0 - beta2,
                 own=numbers.share / W,
                 common=1.0 - 1.0 / W,
-                eps=numbers.eps,
+                eps=eps_of(bucket.group),
                 floor=config.variance_floor,
                 inverse_limit=1.0 / config.update_limit,
             )
@@ -115,7 +116,7 @@ class ShardedAdamRule(ShardedRule):
             bucket.variance,
             bucket.correction(beta2),
             bucket.own_divisors,
-            eps=numbers.eps,
+            eps=eps_of(bucket.group),
             floor=config.variance_floor,
             limit=config.update_limit,
             block=block,

@@ -21,7 +21,7 @@ from ...comm.codecs import all_finite
 from ...comm.kernels.operands import GradientSum, ParamUpdate
 from ...comm.messages import sum_in_order
 from ...step.bucket_step import Answer, Meeting, OwnersReplied
-from ...usage.contract import Group, check_is_number, check_number, eps_of
+from ...usage.contract import Group, check_is_number, check_number
 from . import arithmetic
 from .bucket import ShardedBucket
 
@@ -116,21 +116,19 @@ class StepNumbers:
         lr: Learning rate.
         decay: lr·weight_decay.
         betas: Decay of momentum and variance.
-        eps: Added to D.
         share: Weight of this step's gradient in the next frame. Default 1; 1/H in `ShardedZeroOneAdam`.
     """
 
     lr: float
     decay: float
     betas: tuple[float, float]
-    eps: float
     share: float = 1.0
 
     @classmethod
     def of(cls, group: Group) -> StepNumbers:
         """Read the current numbers of a parameter group."""
         lr = float(group["lr"])
-        return cls(lr, lr * group["weight_decay"], group["betas"], eps_of(group))
+        return cls(lr, lr * group["weight_decay"], group["betas"])
 
 
 class NotFiniteError(RuntimeError):

@@ -58,7 +58,7 @@ class TakenMasters:
         if not self.are_taken:
             self.take()
         for bucket in self._buckets:  # not empty at stage 0: whole masters of low-precision parameters
-            if bucket.masters:
+            if bucket.masters.has_any:
                 bucket.masters.check(self._rank, bucket.names)
                 bucket.masters.settle()
         if self._are_kept and not self._is_warned and self._is_edited():

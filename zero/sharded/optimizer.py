@@ -265,7 +265,8 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         """Launch the buckets that are complete with p's new gradient. Called by its hook."""
         if self._is_paused or self._join.is_on:
             return
-        detach_version_(p.grad)
+        if type(p.grad) is not Tensor:
+            detach_version_(p.grad)
         if self.placement.config.stage == 2:
             self._leave_freed(p)
         elif self.overlap.count_pass(p, self.buckets.of[p]) and self.overlap.is_possible and self._goes_up_early():
@@ -289,7 +290,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
     def _reads_at_once(self) -> bool:
         """Whether votes are read before anything else is sent: in `join`, or if gradients are compared in this step."""
-        return self._join.is_on or self._watch.is_on(self._steps_here)
+        return self._join.is_on or self._watch.is_on
 
     def _launch_early(self, bucket: ShardedBucket, *, in_backward: bool = False) -> None:
         self.overlap.note(bucket, in_backward=in_backward)

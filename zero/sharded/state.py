@@ -137,7 +137,7 @@ def restore(bucket: ShardedBucket, saved: State, entries: Sequence[State]) -> No
     bucket.is_warm = saved.get("is_warm", False)  # states from before the warm-up existed lack it
     bucket.received = None
     bucket.mean = None if saved["mean"] is None else saved["mean"].to(bucket.device, torch.float32, copy=True)
-    if bucket.masters:
+    if bucket.masters.has_any:
         bucket.masters.load([entry.get(MASTER) for entry in entries])
     for view, step, entry in zip(bucket.layout.views(bucket.momentum), bucket.steps, entries, strict=True):
         view.copy_(entry["momentum"])
