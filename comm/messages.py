@@ -175,8 +175,8 @@ def call_of_all(transport: Transport, name: str) -> Iterator[None]:
     """
     with calling(name) as is_outermost:
         if is_outermost and transport.world_size > 1:
-            said = "rank %d has waited %g s in %s for the other ranks: every rank must call it, and not all have"
-            warning = threading.Timer(QUIET_S, log.warning, (said, transport.rank, QUIET_S, name))
+            text = "rank %d has waited %g s in %s for the other ranks: every rank must call it, and not all have"
+            warning = threading.Timer(QUIET_S, log.warning, (text, transport.rank, QUIET_S, name))
             warning.daemon = True
             warning.start()
             try:

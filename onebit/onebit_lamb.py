@@ -148,7 +148,7 @@ class LambRule(AdamRule):
                 mine_L2 *= mine_L2.new_tensor([factor * factor, factor])
             self._follow_variance(buckets, mine_L2)
 
-    def meet(self, buckets: Sequence[Bucket], said: Sequence[Meeting]) -> Sequence[Answer]:
+    def meet(self, buckets: Sequence[Bucket], meetings: Sequence[Meeting]) -> Sequence[Answer]:
         self._measure(buckets)
         return [None] * len(buckets)
 

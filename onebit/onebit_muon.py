@@ -96,7 +96,7 @@ class MuonRule(AdamRule):
             update.mul_(lr * adjustment(p.shape, self.adjust_lr)).add_(held.float(), alpha=decay)
         self.placement.move(bucket, decision)
 
-    def meet(self, buckets: Sequence[Bucket], said: Sequence[Meeting]) -> Sequence[Answer]:
+    def meet(self, buckets: Sequence[Bucket], meetings: Sequence[Meeting]) -> Sequence[Answer]:
         """Orthogonalise all matrices. Every replica does so itself; ranks that hold shards of one share the work."""
         pairs = [(u, p) for bucket in buckets for u, p in zip(bucket.views, bucket.params, strict=True)]
         orthogonalise_([u for u, _ in pairs], [p for _, p in pairs], self.ns_steps)
@@ -127,9 +127,9 @@ class MuonRule(AdamRule):
         for g, (saved, group) in enumerate(zip(state["param_groups"], self.buckets.groups, strict=True)):
             there, here = saved.get("use_muon"), group["use_muon"]
             if there is not here:
-                said = "has no use_muon" if there is None else f"has use_muon={there}"
+                has = "has no use_muon" if there is None else f"has use_muon={there}"
                 raise ValueError(
-                    f"{where}its group {g} {said}, here it is {here}; load the state of an OnebitMuon with these "
+                    f"{where}its group {g} {has}, here it is {here}; load the state of an OnebitMuon with these "
                     "groups, or none"
                 )
         if "onebit" not in state:

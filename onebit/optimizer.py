@@ -431,7 +431,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if not all_parts_agree(self.model_parallel_group, ballot, is_good_here, self.buckets.frozen.values()):
             return None
         if self.clipper.max_norm > 0 and not self._estimates_norm:
-            factor = self.clipper.factor(self._norm.of_means([said.mean_gradient for said in arrived]))
+            factor = self.clipper.factor(self._norm.of_means([meeting.mean_gradient for meeting in arrived]))
         self.stats.clip_factor = factor
         return Decision(present_anywhere(votes), factor / self._sent_factor)
 

@@ -208,12 +208,12 @@ class Rule(BucketRule[Bucket]):
         """Whether ranks compare options before the first bucket of a step is sent, as its kind follows from them."""
         return False
 
-    def meet(self, buckets: Sequence[Bucket], said: Sequence[Meeting]) -> Sequence[Answer]:
+    def meet(self, buckets: Sequence[Bucket], meetings: Sequence[Meeting]) -> Sequence[Answer]:
         """The answers to meetings after the decision. All ranks, with the same buckets.
 
         Args:
             buckets: The buckets that meet.
-            said: Their meetings.
+            meetings: Their meetings.
         """
         raise AssertionError(f"{type(self).__name__} has no further meeting")
 

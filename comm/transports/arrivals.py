@@ -36,8 +36,8 @@ def contradiction(arrivals: Collection[Arrival]) -> str:
     """What is wrong with these processes as a group, and what to do; "" if nothing is."""
     sizes = sorted({arrival.world_size for arrival in arrivals})
     if len(sizes) > 1:
-        said = (f"{size} for rank {from_where([a for a in arrivals if a.world_size == size])}" for size in sizes)
-        return f"WORLD_SIZE differs: {', '.join(said)}; start all processes with the same"
+        parts = (f"{size} for rank {from_where([a for a in arrivals if a.world_size == size])}" for size in sizes)
+        return f"WORLD_SIZE differs: {', '.join(parts)}; start all processes with the same"
     for rank in sorted({arrival.rank for arrival in arrivals}):
         same = sorted({arrival for arrival in arrivals if arrival.rank == rank})
         if len(same) > 1:
@@ -130,10 +130,10 @@ def read(text: str, token: str, *, keeps_old_lines: bool) -> Start:
     everybody: set[Arrival] = set()
     start = Start(0, 0)
     for line in text.splitlines():
-        what, *said = json.loads(line)
+        what, *fields = json.loads(line)
         if what == _COMES:
-            arrival = Arrival(*said[1:])
-            if said[0] == token:
+            arrival = Arrival(*fields[1:])
+            if fields[0] == token:
                 mine = arrival
             elif mine is not None:
                 start.objection = start.objection or contradiction({mine, arrival})
@@ -143,11 +143,11 @@ def read(text: str, token: str, *, keeps_old_lines: bool) -> Start:
                 problem = contradiction(everybody)
                 start.end = End(problem) if problem else None
                 start.has_met = not problem and start.is_complete
-        elif what == _SEES and said[1] == start.lines and start.is_complete:
-            start.seeing.add(said[0])
+        elif what == _SEES and fields[1] == start.lines and start.is_complete:
+            start.seeing.add(fields[0])
             start.has_met = start.seeing >= start.here.keys()
-        elif what == _ENDS and said[2] == start.lines and start.here:
-            start.end = End(*said[:2])
+        elif what == _ENDS and fields[2] == start.lines and start.here:
+            start.end = End(*fields[:2])
         if start.end is not None and not keeps_old_lines:
             return start
         if start.end is not None or start.has_met:

@@ -183,8 +183,8 @@ def conclude(me: int, mine: Note, notes: Mapping[int, Note]) -> Conclusion:
         why = f" (not in {mine.operation.call}, or ended)" if mine.operation.call else ""
         sentences.append(f"Missing: {names_of(missing)}{why}; look at {whose} first")
     if out_of_step:
-        said = f"The ranks launched different operations: {_places(out_of_step)}"
-        sentences.append(f"{said}; all must launch the same ones in the same order")
+        sentence = f"The ranks launched different operations: {_places(out_of_step)}"
+        sentences.append(f"{sentence}; all must launch the same ones in the same order")
     if not sentences and elsewhere:
         sentences.append(f"Waiting elsewhere: {_places(elsewhere)}")
     impatient = {peer for peer, note in notes.items() if note.gave_up and me in note.misses}

@@ -97,9 +97,9 @@ class SimNetwork:
                 slot = self._slots.setdefault(place, {})
                 others = {peer: its.operation for peer, its in sorted(slot.items()) if its.operation != operation}
                 if others:
-                    said = "; ".join(f"rank {peer} {theirs}" for peer, theirs in others.items())
+                    launched = "; ".join(f"rank {peer} {theirs}" for peer, theirs in others.items())
                     raise PeerError(
-                        f"rank {rank}: {operation}: the ranks launched different operations: {said}", list(others)
+                        f"rank {rank}: {operation}: the ranks launched different operations: {launched}", list(others)
                     )
                 missing = sorted(set(range(self.world_size)) - set(slot))
                 if not missing:

@@ -338,11 +338,11 @@ class TorchTransport(NetworkedTransport):
         assert self._board is not None  # only Gloo's operations come here
         notes = self._board.compare(mine)
         if not notes and past.late_s and not gave_up:
-            said = (
+            reason = (
                 f"This rank may have come too late: it launched nothing for {past.late_s:.1f} s, longer than "
                 f"timeout_s={self.timeout_s:g}. Ended meanwhile: rank {', '.join(map(str, misses))}; look there for why"
             )
-            conclusion = Conclusion(misses, said, is_silence=False)
+            conclusion = Conclusion(misses, reason, is_silence=False)
         else:
             if notes is None and self._store_host is not None:  # it is gone or hangs: no rank could leave a note
                 mine = replace(mine, misses=(self._store_host,))

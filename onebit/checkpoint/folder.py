@@ -101,7 +101,7 @@ class Checkpointing(ABC):
         if tag:
             return tag
         latest, problem = self._attempt(self._latest)
-        rows = [json.loads(said) for said in self._gather(json.dumps([latest, problem, self._files.names()]))]
+        rows = [json.loads(answer) for answer in self._gather(json.dumps([latest, problem, self._files.names()]))]
         names = {name for latest, _, names in rows for name in (*names, latest) if name}
         if not names and not any(problem for _, problem, _ in rows):
             return None
@@ -154,7 +154,7 @@ class Checkpointing(ABC):
         self._is_known = True
 
     def _newest_whole(self, but: str | None = None) -> str | None:
-        every: list[set[str]] = [set(json.loads(said)) for said in self._gather(json.dumps(self._files.names()))]
+        every: list[set[str]] = [set(json.loads(answer)) for answer in self._gather(json.dumps(self._files.names()))]
         for name in sorted(set.intersection(*every) - {but}, key=step_of, reverse=True):
             stamp, _ = self._attempt(self._check, name)
             writings = set(self._gather("damaged" if stamp is None else str(stamp.get("save"))))
@@ -190,7 +190,7 @@ class Checkpointing(ABC):
         return f"rank {self.transport.rank}: {error if isinstance(error, CheckpointError) else reason(error)}"
 
     def _ranks_where(self, fact: bool) -> list[int]:
-        return [rank for rank, said in enumerate(self._gather(str(int(fact)))) if said == "1"]
+        return [rank for rank, answer in enumerate(self._gather(str(int(fact)))) if answer == "1"]
 
     def _token(self) -> str:
         """A random text, the same on all ranks."""

@@ -118,15 +118,15 @@ def main(argv: Sequence[str]) -> int:
         crashes = 1 if lived_s > PROGRESS_S else crashes + 1
         if status == 0 or child.is_stopped:
             return status
-        said = f"onebit run: {shlex.join(command)} ended with status {status} after {lived_s:.0f} s"
+        ended = f"onebit run: {shlex.join(command)} ended with status {status} after {lived_s:.0f} s"
         if crashes > args.restarts:
-            print(f"{said}; it is not started again (--restarts {args.restarts})", file=sys.stderr)
+            print(f"{ended}; it is not started again (--restarts {args.restarts})", file=sys.stderr)
             return status
         if why := _end_of_run(host, port, token or ""):
-            print(f"{said}; the run has ended: {why}", file=sys.stderr)
+            print(f"{ended}; the run has ended: {why}", file=sys.stderr)
             return status
         wait_s = min(2.0 ** (crashes - 1), LONGEST_WAIT_S)
-        print(f"{said}; restart {crashes} of {args.restarts} in {wait_s:.0f} s", file=sys.stderr, flush=True)
+        print(f"{ended}; restart {crashes} of {args.restarts} in {wait_s:.0f} s", file=sys.stderr, flush=True)
         if child.is_stopped_within(wait_s):
             return status
 

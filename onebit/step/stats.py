@@ -70,8 +70,10 @@ class WaitClock:
         answer = None
         try:
             while True:
-                said = exchange.send(answer)
-                answer = yield said if isinstance(said, Meeting) else cast("Y", _TimedWork(cast(Work, said), self))
+                made = exchange.send(answer)
+                if not isinstance(made, Meeting):
+                    made = cast("Y", _TimedWork(cast(Work, made), self))
+                answer = yield made
         except StopIteration as end:
             return cast("T", end.value)
 

@@ -33,24 +33,24 @@ def verdicts(
     """
     flags: dict[torch.device, Tensor] = {}
     for device in {bucket.device: None for bucket in buckets}:
-        said = [each for bucket, each in zip(buckets, arrived, strict=True) if bucket.device == device]
-        found = [all_finite([each.witness for each in said if each.witness is not None])]
+        here = [each for bucket, each in zip(buckets, arrived, strict=True) if bucket.device == device]
+        found = [all_finite([each.witness for each in here if each.witness is not None])]
         if has_means:
-            found += [has_squares(each.mean_gradient) for each in said if each.mean_gradient is not None]
+            found += [has_squares(each.mean_gradient) for each in here if each.mean_gradient is not None]
         flags[device] = found[0] if len(found) == 1 else torch.stack(found).all()
     return flags
 
 
-def came_down_finite(buckets: Sequence[AnyBucket], came_down: Sequence[OwnersReplied]) -> dict[torch.device, Tensor]:
+def replies_are_finite(buckets: Sequence[AnyBucket], replies: Sequence[OwnersReplied]) -> dict[torch.device, Tensor]:
     """For each device, whether everything that owners have sent there is finite: bool, of no dimensions.
 
     Args:
         buckets: Buckets that wait for their owners' replies.
-        came_down: Their meetings.
+        replies: Their meetings.
     """
     witnesses: dict[torch.device, list[Witness]] = {}
-    for bucket, said in zip(buckets, came_down, strict=True):
-        witnesses.setdefault(bucket.device, []).append(said.witness)
+    for bucket, reply in zip(buckets, replies, strict=True):
+        witnesses.setdefault(bucket.device, []).append(reply.witness)
     return {device: all_finite(there) for device, there in witnesses.items()}
 
 
@@ -69,16 +69,16 @@ def all_parts_agree(parts: ModelParallelGroup, ballot: Ballot, is_good: bool, fr
     """
     header, rank = ballot.header, ballot.transport.rank
     unfrozen = [vote.present[len(vote.present) - len(frozen) :] for vote in ballot.votes]
-    said = parts.gather(float(is_good), float(any(map(any, unfrozen))), float(header.step), header.numbers[0])
-    if any(is_unfrozen for _, is_unfrozen, *_ in said):
+    numbers_of = parts.gather(float(is_good), float(any(map(any, unfrozen))), float(header.step), header.numbers[0])
+    if any(is_unfrozen for _, is_unfrozen, *_ in numbers_of):
         parts.raise_on_all_ranks(RuntimeError, lambda: refuse_unfrozen(rank, list(frozen), unfrozen))
-    if len({numbers[2:] for numbers in said}) > 1:
-        steps = ", ".join(f"step {step:g} with lr {lr:g} on part {k}" for k, (_, _, step, lr) in enumerate(said))
+    if len({numbers[2:] for numbers in numbers_of}) > 1:
+        steps = ", ".join(f"step {step:g} with lr {lr:g} on part {k}" for k, (_, _, step, lr) in enumerate(numbers_of))
         raise DesyncError(
             f"rank {rank}: the parts of the model are not in the same step: {steps}; every rank must call step() "
             "equally often, with the same learning rate"
         )
-    return all(good for good, *_ in said)
+    return all(good for good, *_ in numbers_of)
 
 
 def is_good_alone(arrived: Sequence[Arrived]) -> bool:

@@ -100,43 +100,43 @@ def read_table(folder: Path, files: Collection[str]) -> Metadata:
     if TABLE not in files:
         raise ValueError(f"the stamp does not list {TABLE}")
     with open_regular(folder / TABLE) as file:
-        said = _Unpickler(io.BytesIO(file.readall())).load()
-    if not isinstance(said, _Record):
-        raise ValueError(f"{folder / TABLE} holds a {type(said).__name__}, not a table of contents")
+        stored = _Unpickler(io.BytesIO(file.readall())).load()
+    if not isinstance(stored, _Record):
+        raise ValueError(f"{folder / TABLE} holds a {type(stored).__name__}, not a table of contents")
     return Metadata(
-        {_str(name): _tensor(entry) for name, entry in said["state_dict_metadata"].items()},
+        {_str(name): _tensor(entry) for name, entry in stored["state_dict_metadata"].items()},
         storage_data={
             MetadataIndex(_str(at["fqn"]), _ints(at["offset"])): _place(place, files)
-            for at, place in said["storage_data"].items()
+            for at, place in stored["storage_data"].items()
         },
     )
 
 
-def _tensor(said: _Record) -> TensorStorageMetadata:
-    dtype = said["properties"].state[0]
+def _tensor(stored: _Record) -> TensorStorageMetadata:
+    dtype = stored["properties"].state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"expected a dtype, got a {type(dtype).__name__}")
-    chunks = [ChunkStorageMetadata(_ints(one["offsets"]), _ints(one["sizes"])) for one in said["chunks"]]
-    return TensorStorageMetadata(TensorProperties(dtype), _ints(said["size"]), chunks)
+    chunks = [ChunkStorageMetadata(_ints(one["offsets"]), _ints(one["sizes"])) for one in stored["chunks"]]
+    return TensorStorageMetadata(TensorProperties(dtype), _ints(stored["size"]), chunks)
 
 
-def _place(said: _Record, files: Collection[str]) -> _StorageInfo:
-    name, (start, length) = _str(said["relative_path"]), _ints((said["offset"], said["length"]))
-    if name not in files or "transform_descriptors" in said.state:
+def _place(stored: _Record, files: Collection[str]) -> _StorageInfo:
+    name, (start, length) = _str(stored["relative_path"]), _ints((stored["offset"], stored["length"]))
+    if name not in files or "transform_descriptors" in stored.state:
         raise ValueError(f"expected a plain file of this checkpoint, got {name[:99]!r}")
     return _StorageInfo(name, start, length)
 
 
-def _ints(said: object) -> torch.Size:
-    if isinstance(said, tuple) and all(type(x) is int and x >= 0 for x in said):
-        return torch.Size(said)
-    raise ValueError(f"expected whole numbers, got a {type(said).__name__} of others")
+def _ints(stored: object) -> torch.Size:
+    if isinstance(stored, tuple) and all(type(x) is int and x >= 0 for x in stored):
+        return torch.Size(stored)
+    raise ValueError(f"expected whole numbers, got a {type(stored).__name__} of others")
 
 
-def _str(said: object) -> str:
-    if isinstance(said, str):
-        return said
-    raise ValueError(f"expected a name, got a {type(said).__name__}")
+def _str(stored: object) -> str:
+    if isinstance(stored, str):
+        return stored
+    raise ValueError(f"expected a name, got a {type(stored).__name__}")
 
 
 class _Record:

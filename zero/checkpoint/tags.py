@@ -50,8 +50,8 @@ def find(folder: Path, tag: str | int | None, transport: Transport) -> tuple[Pat
         return folder, str(tag)
     name = checked(tag, transport)
     if name is None:
-        said = json.dumps([_latest(folder), os.path.lexists(folder / "latest")])
-        every = [json.loads(text) for text in gather_texts(transport, said)]
+        here = json.dumps([_latest(folder), os.path.lexists(folder / "latest")])
+        every = [json.loads(text) for text in gather_texts(transport, here)]
         rows = [latest for latest, _ in every]
         name = rows[0]
         if name is None or is_name(name) or any(row != name for row in rows):

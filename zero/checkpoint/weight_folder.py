@@ -143,10 +143,10 @@ def _table(files: list[list[Entry]], names: list[str]) -> Iterator[tuple[str, st
 
 def _write_index(folder: Path, names: list[str], files: list[list[Entry]], dtype: torch.dtype | None) -> None:
     total = sum(entry.nbytes(dtype) for entries in files for entry in entries)
-    said = {"metadata": {"total_size": total}, "weight_map": dict(_table(files, names))}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(_table(files, names))}
     hidden = folder / f".{INDEX}.{secrets.token_hex(8)}"
     with create(hidden) as file:
-        file.write(json.dumps(said, indent=2).encode())
+        file.write(json.dumps(index, indent=2).encode())
     hidden.rename(folder / INDEX)
     sync_folder(folder)
 

@@ -104,10 +104,10 @@ def read_sums(file: Any) -> dict[str, list[int]]:
     given = (file.metadata() or {}).get(_SUMS)
     if given is None:
         return {}
-    said = json.loads(given)
-    if not isinstance(said, dict) or said.keys() != set(file.keys()):
+    listed = json.loads(given)
+    if not isinstance(listed, dict) or listed.keys() != set(file.keys()):
         raise ValueError("its header is damaged: its checksums are not of its tensors")
-    sums = {name: crc32s if isinstance(crc32s, list) else [crc32s] for name, crc32s in said.items()}
+    sums = {name: crc32s if isinstance(crc32s, list) else [crc32s] for name, crc32s in listed.items()}
     for name, crc32s in sums.items():
         shape, count = file.get_slice(name).get_shape(), len(crc32s)
         rows = shape[0] if shape else 0

@@ -92,15 +92,15 @@ def files_of(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _inside(folder: Path, name: str, said: str) -> Path:
+def _inside(folder: Path, name: str, what: str) -> Path:
     try:
         if name and Path(name).name == name and (folder / name).is_dir():
             return folder / name
         there = [path.name for path in sorted(folder.glob("[!.]*")) if path.is_dir()]
     except (OSError, ValueError) as error:  # a name that no system takes
-        raise CheckpointError(f"{said} {name[:99]!r}: {reason(error)}") from error
+        raise CheckpointError(f"{what} {name[:99]!r}: {reason(error)}") from error
     there_is = f"it holds {', '.join(there)}: name one by its tag" if there else "it holds none"
-    raise CheckpointError(f"{said} {name[:99]!r}, which is no folder there; {there_is}")
+    raise CheckpointError(f"{what} {name[:99]!r}, which is no folder there; {there_is}")
 
 
 def _read_engine(folder: Path) -> dict[str, Tensor]:

@@ -319,7 +319,7 @@ def _check_apart(made: Plan) -> None:
     rows: dict[str, str] = {}
     inputs: dict[str, str] = {}
     for one in made.pruned:
-        said = f"{one.technique} of {one.name}"
+        pruning = f"{one.technique} of {one.name}"
         sides = {"row": (rows, inputs), "head": (inputs, rows)}.get(one.unit)
         if sides is None:
             continue
@@ -329,8 +329,8 @@ def _check_apart(made: Plan) -> None:
             side = sides[0 if is_own else 1]
             if name in side:
                 which, what = "outputs" if side is rows else "inputs", "own" if is_own else "related"
-                raise ValueError(f"the {which} of {name} are pruned twice: by {side[name]} and by {said} ({what})")
-            side[name] = said
+                raise ValueError(f"the {which} of {name} are pruned twice: by {side[name]} and by {pruning} ({what})")
+            side[name] = pruning
 
 
 def _check_ties(model: nn.Module, made: Plan) -> None:

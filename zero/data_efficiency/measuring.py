@@ -274,10 +274,10 @@ class Progress:
         self._said = step
         pace = (done - self._first) / max(time.monotonic() - self._began, 1e-9)
         left_s = (self._total - done) / max(pace, 1e-9)
-        said = f"{self._what}: {done:,} of {self._total:,} samples, {pace:,.0f}/s, {left_s:.0f} s left"
+        progress = f"{self._what}: {done:,} of {self._total:,} samples, {pace:,.0f}/s, {left_s:.0f} s left"
         if self._is_terminal:
             filled = round(30 * share)
-            self._out.write(f"\r[{'=' * filled}{' ' * (30 - filled)}] {said}  ")
+            self._out.write(f"\r[{'=' * filled}{' ' * (30 - filled)}] {progress}  ")
             self._out.flush()
         else:
-            log.info("%s", said)
+            log.info("%s", progress)

@@ -430,10 +430,10 @@ def stack_of(model: nn.Module, layers: int) -> list[str]:
 
 def _some(names: Iterable[str]) -> str:
     """Up to 12 different names for a message, with * for numbers."""
-    said = dict.fromkeys(
+    names = dict.fromkeys(
         ".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names if name
     )
-    return ", ".join(list(said)[:12]) + (", ..." if len(said) > 12 else "")
+    return ", ".join(list(names)[:12]) + (", ..." if len(names) > 12 else "")
 
 
 # ---------------------------------------------------------------- tensors

@@ -210,7 +210,7 @@ class StoredGradients:
         """
         self._settle()
         mine = [self.has(k) for k in range(len(self.params))]
-        anywhere = [any(said) for said in zip(*gather_bytes(transport, bytes(mine)), strict=True)]
+        anywhere = [any(flags) for flags in zip(*gather_bytes(transport, bytes(mine)), strict=True)]
         chunks = [c for c in self.layout.chunks if any(anywhere[piece.param] for piece in c.pieces)]
         waited_s = 0.0
         for k, chunk in enumerate(chunks):

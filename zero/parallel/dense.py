@@ -58,7 +58,7 @@ def prepare(
     ]
     limit = LARGEST_GRADIENT * scale if max_norm <= 0 else torch.finfo(torch.float32).max
     mine = all(bool((those <= limit).all()) for those in largest)
-    if any(said != b"\1" for said in said_in_step(optimizer, transport, step, bytes([mine]))):
+    if any(message != b"\1" for message in said_in_step(optimizer, transport, step, bytes([mine]))):
         return False, None
     if scale != 1.0 and grads:
         torch._foreach_div_(grads, scale)
@@ -79,8 +79,8 @@ def said_in_step(optimizer: torch.optim.Optimizer, transport: Transport, step: i
     # Pipeline stages may have different groups, but the first group's options must be the same on all ranks.
     header = Header.of(optimizer.param_groups[:1], step, f"{type(optimizer).__name__}, step()")
     messages = gather_bytes(transport, mine + header.summary().to_bytes())
-    check_summaries(transport, header, [Summary.from_bytes(said[len(mine) :]) for said in messages])
-    return [said[: len(mine)] for said in messages]
+    check_summaries(transport, header, [Summary.from_bytes(message[len(mine) :]) for message in messages])
+    return [message[: len(mine)] for message in messages]
 
 
 def bad_in(model: nn.Module) -> list[str]:

@@ -114,9 +114,9 @@ def resolve(
                 raise ValueError(f"two patterns of the tensor plan place the parameters of {name!r}; remove one")
             placements[holder, p_name] = placement
     for places in _holders(model).values():
-        said = [(name, placements.get((module, p_name), _WHOLE)) for name, module, p_name in places]
-        if len({placement for _, placement in said}) > 1:
-            (first, its), (other, others) = said[0], next(one for one in said if one[1] != said[0][1])
+        cuts = [(name, placements.get((module, p_name), _WHOLE)) for name, module, p_name in places]
+        if len({placement for _, placement in cuts}) > 1:
+            (first, its), (other, others) = cuts[0], next(one for one in cuts if one[1] != cuts[0][1])
             raise ValueError(
                 f"{first} and {other} are one parameter: the tensor plan would {its} in the one and {others} in the "
                 "other; give both modules the same style, or neither"

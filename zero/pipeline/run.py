@@ -114,8 +114,8 @@ def without_effect(settings: Pipelining, model: object) -> list[str]:
     """The keys of the block "pipeline" that have no effect if there is one stage, one line each."""
     takes_interval, default = isinstance(model, PipelineModule), Pipelining()
     names = [f.name for f in fields(settings) if f.name != "activation_checkpoint_interval" or not takes_interval]
-    said = [name for name in names if name != "stages" and getattr(settings, name) != getattr(default, name)]
-    return [f"pipeline.{name} has no effect: there is one stage, and the model is not cut" for name in said]
+    changed = [name for name in names if name != "stages" and getattr(settings, name) != getattr(default, name)]
+    return [f"pipeline.{name} has no effect: there is one stage, and the model is not cut" for name in changed]
 
 
 def build_stages(model: PipelineModule, settings: Pipelining, grid: Grid) -> dict[int, Stage]:

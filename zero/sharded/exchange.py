@@ -361,10 +361,10 @@ class Sharded:
             self._apply(bucket, down_WB, seen, lr, decay)
         return bool(is_good)
 
-    def refuse_not_finite(self, buckets: Sequence[ShardedBucket], came_down: Sequence[OwnersReplied]) -> NoReturn:
+    def refuse_not_finite(self, buckets: Sequence[ShardedBucket], replies: Sequence[OwnersReplied]) -> NoReturn:
         """Raise NotFiniteError for the first bucket that has not come down finite; there is at least one."""
-        pairs = zip(buckets, came_down, strict=True)
-        name = next(bucket.names[0] for bucket, said in pairs if not bool(all_finite([said.witness])))
+        pairs = zip(buckets, replies, strict=True)
+        name = next(bucket.names[0] for bucket, reply in pairs if not bool(all_finite([reply.witness])))
         raise NotFiniteError(
             f"rank {self.transport.rank}: the update of {name} and its bucket is not finite: a frame was "
             "spoilt on the way, or a gradient was too large for a variance; resume from a checkpoint"

@@ -38,7 +38,7 @@ from ...rule import check_blocks
 from ...step.bucket_step import BucketStep, Decision, Meeting, OwnersReplied
 from ...step.driver import Driver, StepState
 from ...step.stats import Stats
-from ...step.verdict import came_down_finite
+from ...step.verdict import replies_are_finite
 from ...usage.contract import Group, SharedOptions, State, check_is_switch
 from . import state as shard_state
 from .bucket import ShardedBucket
@@ -438,7 +438,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self._watch.look(self.buckets.params, in_any_case=self._steps_here == 0 and self.transport.world_size > 1)
         self._take_grad_stats()
 
-    def _finish_down(self, buckets: Sequence[ShardedBucket], came_down: Sequence[Meeting]) -> Sequence[bool]:
+    def _finish_down(self, buckets: Sequence[ShardedBucket], meetings: Sequence[Meeting]) -> Sequence[bool]:
         """Return for each bucket whether it moves.
 
         The same wait for the device also reads late votes and the buckets' `grad_stats`.
@@ -446,8 +446,8 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         Raises:
             NotFiniteError: A bucket did not come down finite. Raised before any parameter moves.
         """
-        said, late = cast("Sequence[OwnersReplied]", came_down), self._votes.late
-        flags = [*came_down_finite(buckets, said).values(), *(vote.gate for vote in late)]
+        replies, late = cast("Sequence[OwnersReplied]", meetings), self._votes.late
+        flags = [*replies_are_finite(buckets, replies).values(), *(vote.gate for vote in late)]
         figures = [number for bucket in buckets for number in bucket.grad_stats or ()]
         messages, numbers = read_together(
             [vote.ballot.messages for vote in late], [flag.float() for flag in flags] + figures
@@ -455,7 +455,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         ends = len(flags) - len(late), len(flags)
         skipped = self._votes.take_late(messages, numbers[ends[0] : ends[1]])
         if not all(numbers[: ends[0]]):
-            self.placement.refuse_not_finite(buckets, said)
+            self.placement.refuse_not_finite(buckets, replies)
         rest = iter(numbers[ends[1] :])
         for bucket in buckets:
             if bucket.grad_stats is not None:

@@ -142,13 +142,13 @@ class SparsityConfig(Block):
         Raises:
             ValueError: `attention` is set and contradicts the model.
         """
-        said, has = self.attention, UNIDIRECTIONAL if is_causal else BIDIRECTIONAL
-        if said is not None and said != has:
+        asked, has = self.attention, UNIDIRECTIONAL if is_causal else BIDIRECTIONAL
+        if asked is not None and asked != has:
             raise ValueError(
-                f'sparse_attention.attention is "{said}", but the model\'s attention is {has}; write "{has}", or '
+                f'sparse_attention.attention is "{asked}", but the model\'s attention is {has}; write "{has}", or '
                 "remove the key"
             )
-        return self if said == has else replace(self, attention=has)
+        return self if asked == has else replace(self, attention=has)
 
     def without_effect(self) -> list[str]:
         """The keys that were set but that this mode does not read."""

@@ -76,7 +76,7 @@ def _examine(args: argparse.Namespace) -> int:
         raise UserError(str(error)) from error
     screen = Screen(is_quiet=transport.rank != 0)
     found: dict[str, object] = {"facts": facts, "transport": transport.describe(), "ranks": transport.world_size}
-    rows = [[what, said] for what, said in (facts | {"transport": transport.describe()}).items()]
+    rows = [[what, value] for what, value in (facts | {"transport": transport.describe()}).items()]
     screen.table(Table("This machine", ("", ""), rows, 2))
     try:
         if transport.world_size > 1:
@@ -115,18 +115,18 @@ def _on_the_network(args: argparse.Namespace, transport: Transport, screen: Scre
     taken = samples.take_samples(methods, shapes, transport, slowest, screen.status)
     screen.status("")
     predicted = samples.predictions(methods, taken, shapes, compute_s)
-    said = _verdict(methods, predicted, compute_s)
+    verdict = _verdict(methods, predicted, compute_s)
     elements = sum(samples.numels_of(shapes))
     screen.table(_steps_table(predicted, methods, elements, compute_s, transport.world_size))
     _explain(args, methods, compute_s, screen)
-    if said is not None:
-        screen.line(f"\nVerdict: {said.text}.")
+    if verdict is not None:
+        screen.line(f"\nVerdict: {verdict.text}.")
     return found | {
         "params": elements,
         "compute_s": compute_s,
         "predicted": {name: asdict(step) for name, step in predicted.items()},
         "samples": {name: [asdict(one) for one in each] for name, each in taken.items()},
-        "verdict": None if said is None else asdict(said),
+        "verdict": None if verdict is None else asdict(verdict),
     }
 
 

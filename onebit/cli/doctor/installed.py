@@ -53,8 +53,8 @@ def _kernel(backend: object) -> str:
     why_not: str = backend.why_not()  # type: ignore[attr-defined]
     if why_not:
         return f"not available: {why_not}"
-    said: str = backend.describe()  # type: ignore[attr-defined]
-    return said
+    description: str = backend.describe()  # type: ignore[attr-defined]
+    return description
 
 
 def _mpi() -> str:
