@@ -11,15 +11,15 @@ Shape legend: W = L·H ranks, L on each of H nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .transports.base import Channel, Transport, Work, check_transport
+from .transports.base import Transport, Work, check_transport
+from .transports.composite import Composite
 
 
 @dataclass(eq=False)
@@ -110,7 +110,7 @@ class Hierarchy:
         return gathered.view(self.local_size * self.nodes, -1)
 
 
-class HierarchicalTransport(Transport):
+class HierarchicalTransport(Composite):
     """A transport over all ranks that knows which of them share a node. See `Transport` for the contract.
 
     Its operations are those of `world`. An optimizer, or `compressed_allreduce`, exchanges over the other two instead:
@@ -132,45 +132,14 @@ class HierarchicalTransport(Transport):
                 f"rank {world.rank} of {world.world_size} cannot be rank {intra_node.rank} of {L} on node "
                 f"{inter_node.rank} of {H}: expected rank = node·{L} + local rank"
             )
-        self.world, self._intra_node, self._inter_node = world, intra_node, inter_node
-        self.rank, self.world_size = world.rank, world.world_size
+        super().__init__(world, intra_node, inter_node)
+        self._intra_node, self._inter_node = intra_node, inter_node
         self._sent_inter_node = 0
-
-    @property
-    def timeout_s(self) -> float:
-        """Timeout of every wait in seconds; setting it sets that of all three transports."""
-        return self.world.timeout_s
-
-    @timeout_s.setter
-    def timeout_s(self, timeout_s: float) -> None:
-        for transport in (self.world, self.intra_node, self.inter_node):
-            transport.timeout_s = timeout_s
-
-    @property
-    def sent_bytes(self) -> int:
-        """Payload bytes that this rank has sent to other ranks, over all three transports."""
-        return self.world.sent_bytes + self.intra_node.sent_bytes + self.inter_node.sent_bytes
 
     @property
     def sent_bytes_inter_node(self) -> int:
         """The part of sent_bytes that went to other nodes, over the slow network."""
         return self._sent_inter_node + self.inter_node.sent_bytes
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a PeerError was raised."""
-        return any(transport.has_failed for transport in (self.world, self.intra_node, self.inter_node))
-
-    @property
-    def device(self) -> torch.device:
-        return self.world.device
-
-    def reaches(self, device: torch.device) -> bool:
-        return all(each.reaches(device) for each in (self.world, self.intra_node, self.inter_node))
-
-    @property
-    def has_network(self) -> bool:
-        return self.world.has_network
 
     @property
     def intra_node(self) -> Transport:
@@ -179,9 +148,6 @@ class HierarchicalTransport(Transport):
     @property
     def inter_node(self) -> Transport:
         return self._inter_node
-
-    def naming_peers(self, what: str, *, is_counted: bool = True) -> AbstractContextManager[None]:
-        return self.world.naming_peers(what, is_counted=is_counted)
 
     def describe(self) -> str:
         nodes, ranks = self.inter_node.world_size, self.intra_node.world_size
@@ -205,32 +171,6 @@ class HierarchicalTransport(Transport):
         if (self.rank + by) % self.world_size // self.intra_node.world_size != self.inter_node.rank:
             self._sent_inter_node += self.world.sent_bytes - before
         return work
-
-    def split(self, ranks: Sequence[int]) -> Transport:
-        return self.world.split(ranks)
-
-    def new_channel(self) -> Channel:
-        channels = [transport.new_channel() for transport in (self.world, self.intra_node, self.inter_node)]
-
-        @contextmanager
-        def in_channel() -> Iterator[None]:
-            with ExitStack() as stack:
-                for channel in channels:
-                    stack.enter_context(channel())
-                yield
-
-        return in_channel
-
-    def close(self) -> None:
-        """Barriers, then release all three transports, even if a barrier fails. All ranks; idempotent."""
-        with ExitStack() as closing:
-            for transport in (self.world, self.inter_node, self.intra_node):
-                closing.callback(transport.close)
-
-    def abandon(self, why: str = "") -> None:
-        """See `Transport`."""
-        for transport in (self.intra_node, self.inter_node, self.world):
-            transport.abandon(why)
 
     def _counted(self, launch: Callable[[], Work], *, in_ring: bool = False) -> Work:
         """Launch, and count bytes that leave the node: each peer gets an equal share, in a ring the next rank all."""
