@@ -33,6 +33,7 @@ from .codecs import (
     momentum_codecs,
 )
 from .hierarchy import HierarchicalTransport, Hierarchy, hierarchical
+from .hops import TwoHopTransport, in_hops
 from .kernels.operands import (
     EncodeOutput,
     GradientSum,
@@ -75,6 +76,7 @@ __all__ = [
     "SimNetwork",
     "SimTransport",
     "Transport",
+    "TwoHopTransport",
     "Variance",
     "Wire",
     "Work",
@@ -85,6 +87,7 @@ __all__ = [
     "compressed_allreduce",
     "exchange",
     "hierarchical",
+    "in_hops",
     "init",
     "interleave",
     "momentum_codecs",

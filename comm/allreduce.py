@@ -194,8 +194,8 @@ def exchange(
 ) -> Exchange:
     """Both phases, from frames that are already encoded into `wire.sent_HB`.
 
-    Yields two Works, in two levels a third; the caller waits for each before it resumes. Sends 2·(H-1)·B bytes per rank
-    across nodes, and (L-1)·H·B inside.
+    Yields two Works, in two hops (`hops.py`) four, in two levels one more; the caller waits for each before it resumes.
+    Sends 2·(H-1)·B bytes per rank across nodes, nearly 3·H·B in two hops, and (L-1)·H·B inside.
 
     Args:
         ef: Residuals; the server error is used here. None: no error feedback.
@@ -206,7 +206,7 @@ def exchange(
         counts: int32 [W, J], real elements of each block. Default None: all are real.
     """
     across, frames_HB = hierarchy.inter_node, wire.sent_HB
-    yield across.all_to_all(wire.received_HB, frames_HB)
+    yield from across.all_to_all_in_hops(wire.received_HB, frames_HB)
 
     mine = slice(across.rank, across.rank + 1)
     counts_1J = None if counts is None else counts[hierarchy.owner].unsqueeze(0)
@@ -217,7 +217,7 @@ def exchange(
             wire.mean = torch.empty(n, device=frames_HB.device, dtype=torch.float32)
         server_1N, residual_1N = None, wire.mean.view(1, -1)
     codec.encode_mean(wire.received_HB, EncodeOutput(server_1N, frames_HB[mine], counts_1J, residual_1N))
-    yield across.all_gather(frames_HB, frames_HB[across.rank])
+    yield from across.all_gather_in_hops(frames_HB, frames_HB[across.rank])
 
     if hierarchy.intra_node is not None:
         yield hierarchy.intra_node.all_gather(wire.frames_WB.view(hierarchy.local_size, -1), frames_HB.view(-1))

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .hops import rows_of
+
 PHASES = 2
 PIECE = 1 << 20
 
@@ -65,20 +67,29 @@ class CodecCost:
             )
 
 
-def payload_bytes(elements: int, world_size: int, codec: CodecCost) -> float:
-    """Bytes that each rank sends to others in one exchange, both phases."""
-    return PHASES * (world_size - 1) / world_size * elements * codec.bytes_per_element
+def payload_bytes(elements: int, world_size: int, codec: CodecCost, hops: int = 1) -> float:
+    """Bytes that each rank sends to others in one exchange, both phases; in two hops the first sends frames twice."""
+    frames = PHASES * (world_size - 1)
+    if hops == 2:
+        frames += world_size + 1 - _peers(world_size, hops) - 2
+    return frames / world_size * elements * codec.bytes_per_element
 
 
-def messages(elements: int, world_size: int, piece: int | None = PIECE) -> int:
+def messages(elements: int, world_size: int, piece: int | None = PIECE, hops: int = 1) -> int:
     """Number of messages that each rank sends. piece: elements exchanged as one bucket; None: all of them."""
     pieces = 1 if piece is None else -(-elements // piece)
-    return PHASES * (world_size - 1) * pieces
+    return PHASES * _peers(world_size, hops) * pieces
 
 
-def wire_s(elements: int, world_size: int, codec: CodecCost, link: LinkCost) -> float:
+def _peers(world_size: int, hops: int) -> int:
+    """Ranks to which a rank sends in a phase: all others, or those of its row and of its column."""
+    rows = rows_of(world_size)
+    return world_size - 1 if hops == 1 else rows + world_size // rows - 2
+
+
+def wire_s(elements: int, world_size: int, codec: CodecCost, link: LinkCost, hops: int = 1) -> float:
     """Seconds of the payload at full bandwidth: the lower bound for every implementation."""
-    return payload_bytes(elements, world_size, codec) / link.bytes_per_s
+    return payload_bytes(elements, world_size, codec, hops) / link.bytes_per_s
 
 
 def exchange_s(
@@ -89,18 +100,20 @@ def exchange_s(
     *,
     piece: int | None = PIECE,
     ranks_per_core: float = 1.0,
+    hops: int = 1,
 ) -> float:
     """Seconds of one exchange, from its start on all ranks to its end on the slowest; the module's formula.
 
-    ranks_per_core: how many ranks share a processor, at least 1; more only if hosts are emulated.
+    ranks_per_core: how many ranks share a processor, at least 1; more only if hosts are emulated. hops: 1, or 2 in rows
+    and columns (`hops.py`).
     """
     if elements < 0 or world_size < 1 or ranks_per_core < 1:
         raise ValueError(
             f"expected elements >= 0, world_size >= 1 and ranks_per_core >= 1, got {elements}, {world_size}, "
             f"{ranks_per_core}"
         )
-    wire = wire_s(elements, world_size, codec, link)
-    sent = messages(elements, world_size, piece)
+    wire = wire_s(elements, world_size, codec, link, hops)
+    sent = messages(elements, world_size, piece, hops)
     sending = sent * link.latency_s + (link.start_s if sent else 0.0)
     work = ranks_per_core * (elements * codec.s_per_element + sending)
     return max(wire, work) + codec.unhidden * min(wire, work)

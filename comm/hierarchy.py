@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .hops import in_hops
 from .transports.base import Transport, Work, check_transport
 from .transports.composite import Composite
 
@@ -65,8 +66,8 @@ class Hierarchy:
 
     @property
     def phases(self) -> int:
-        """Number of operations of an exchange, one after the other: 2 in a flat world, else 4."""
-        return 2 if self.intra_node is None else 4
+        """Number of operations of an exchange, one after the other: 2 in a flat world, else 4; in two hops 2 more."""
+        return 2 * self.inter_node.hops + (0 if self.intra_node is None else 2)
 
     def rows(self, x: Tensor) -> Tensor:
         """This rank's rows of a flat tensor of W·N elements, [H, N]. A view."""
@@ -184,25 +185,26 @@ class HierarchicalTransport(Composite):
         return work
 
 
-def hierarchical(transport: Transport, local_size: int) -> Transport:
+def hierarchical(transport: Transport, local_size: int, hops: int | str = 1) -> Transport:
     """Put the ranks of a transport in two levels. All ranks call it.
 
     Args:
         transport: A flat transport over all ranks, numbered node by node.
-        local_size: Ranks on each node. 1 returns the transport itself.
+        local_size: Ranks on each node. 1: one level.
+        hops: Hops between nodes, see `hops.in_hops`. Default 1.
 
     Raises:
-        ValueError: local_size does not divide the number of ranks.
+        ValueError: local_size does not divide the number of ranks, or hops do not fit.
     """
     check_transport(transport)
     W, L = transport.world_size, local_size
     if L < 1 or W % L:
         raise ValueError(f"rank {transport.rank}: {W} ranks cannot be {L} on each node; give a divisor of {W}")
     if L == 1:
-        return transport
+        return in_hops(transport, hops)
     node, local_rank = divmod(transport.rank, L)
     inside = transport.split(range(node * L, (node + 1) * L))
-    return HierarchicalTransport(transport, inside, transport.split(range(local_rank, W, L)))
+    return HierarchicalTransport(transport, inside, in_hops(transport.split(range(local_rank, W, L)), hops))
 
 
 class Seen(NamedTuple):

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import re
+import resource
 import socket
 import struct
 import sys
@@ -24,10 +25,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .hierarchy import HierarchicalTransport, Seen, decide, hierarchical
+from .hierarchy import Seen, decide, hierarchical
 from .messages import gather_bytes
 from .transports.arrivals import Arrival
 from .transports.base import PeerError, Transport
+from .transports.composite import Composite
 from .transports.edge import ANSWER_S, DIAGNOSIS_S, reason
 from .transports.hanging import call_within
 from .transports.rendezvous import Rendezvous
@@ -43,6 +45,7 @@ BACKENDS = ("gloo", "nccl", "mpi")
 
 _SINGLE = "a single process"
 
+_FILES = 64  # that a process has open besides its connections, with room
 _REASON = 300
 """Characters of its error that a rank tells the others."""
 
@@ -216,7 +219,9 @@ def local_rank() -> int:
     return detect(os.environ).local_rank
 
 
-def init(backend: str | None = None, timeout_s: float = 300.0, *, levels: int | str = "auto") -> Transport:
+def init(
+    backend: str | None = None, timeout_s: float = 300.0, *, levels: int | str = "auto", hops: int | str = "auto"
+) -> Transport:
     """Connect this rank to the others. All ranks call it once, before anything else that communicates.
 
     A process group that is already initialised is used as it is. Otherwise torchrun, srun and a plain RANK/WORLD_SIZE
@@ -233,28 +238,33 @@ def init(backend: str | None = None, timeout_s: float = 300.0, *, levels: int | 
         levels: Ranks per node, an int, for a `HierarchicalTransport`; 1 for a flat one. Default "auto": two levels if
             every node has the same number of ranks, two or more, by the launcher's variables and the host names;
             otherwise flat, and rank 0 logs the reason unless it is obvious.
+        hops: 2: exchanges between nodes go through rows and columns, with 2·√H messages for H nodes instead of H, and
+            half as many bytes again; 1: each rank sends to all others. Default "auto": 2 from `hops.FROM` nodes on.
 
     Returns:
         This rank's `Transport`.
 
     Raises:
-        ValueError: The environment contradicts itself, or levels does not divide the number of ranks.
+        ValueError: The environment contradicts itself, levels does not divide the number of ranks, or hops is 2 for a
+            prime number of nodes.
         ImportError: MPI was asked for, and mpi4py is not installed.
         PeerError: Ranks did not come, or cannot connect to each other, within timeout_s.
     """
     if levels != "auto" and not (isinstance(levels, int) and levels > 0):
         raise ValueError(f'levels must be "auto" or a number of ranks per node, got {levels!r}')
+    if hops not in (1, 2, "auto"):
+        raise ValueError(f'hops must be 1, 2 or "auto", got {hops!r}')
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return _in_hierarchy(_on_existing_group(backend, timeout_s), levels)
+        return _in_hierarchy(_on_existing_group(backend, timeout_s), levels, hops)
     launch = detect(os.environ)
     if backend is None and launch.launcher == _SINGLE:
-        return _in_hierarchy(SimTransport(), levels)
+        return _in_hierarchy(SimTransport(), levels, hops)
     transport = _start(launch, backend or _default_backend(launch), timeout_s)
     _tie_to_process(transport, launch)
-    leveled = _in_hierarchy(transport, levels)
-    if isinstance(leveled, HierarchicalTransport):
+    leveled = _in_hierarchy(transport, levels, hops)
+    if isinstance(leveled, Composite):
         _tie_to_process(leveled, launch)
     if transport.rank == 0:
         _log.info("%s", describe(leveled, launch))
@@ -268,19 +278,23 @@ def describe(transport: Transport, launch: Launch | None = None) -> str:
     return f"{ranks} by {launch.launcher}, transport {transport.describe()}"
 
 
-def _in_hierarchy(transport: Transport, levels: int | str) -> Transport:
-    """The transport itself, or one with two levels; the same choice on all ranks. Sends 48 bytes to each peer."""
+def _in_hierarchy(transport: Transport, levels: int | str, hops: int | str) -> Transport:
+    """The transport itself, or one with two levels or hops; the same choice on all ranks. Sends 56 bytes to each."""
     if transport.world_size == 1:
-        return hierarchical(transport, 1 if levels == "auto" else int(levels))
-    every = gather_bytes(transport, struct.pack("<32sqq", *_seen_here(transport), 0 if levels == "auto" else levels))
-    hosts, sizes, asked = zip(*(struct.unpack("<32sqq", row) for row in every), strict=True)
-    if len(set(asked)) > 1:
-        raise ValueError(f"rank {transport.rank}: levels differ between ranks: {asked} (0: auto); give all the same")
+        return hierarchical(transport, 1 if levels == "auto" else int(levels), hops)
+    mine = [0 if asked == "auto" else asked for asked in (levels, hops)]
+    every = gather_bytes(transport, struct.pack("<32sqqq", *_seen_here(transport), *mine))
+    hosts, sizes, *asked = zip(*(struct.unpack("<32sqqq", row) for row in every), strict=True)
+    for name, column in zip(("levels", "hops"), asked, strict=True):
+        if len(set(column)) > 1:
+            raise ValueError(
+                f"rank {transport.rank}: {name} differ between ranks: {column} (0: auto); give all the same"
+            )
     if levels == "auto":
         levels, why = decide([Seen(host.hex(), size or None) for host, size in zip(hosts, sizes, strict=True)])
         if why and transport.rank == 0:
             _log.info("one level between %d ranks: %s; init(levels=L) makes two", transport.world_size, why)
-    return hierarchical(transport, int(levels))
+    return hierarchical(transport, int(levels), hops)
 
 
 def _seen_here(transport: Transport) -> tuple[bytes, int]:
@@ -302,6 +316,7 @@ def _default_backend(launch: Launch) -> str:
 def _start(launch: Launch, backend: str, timeout_s: float) -> MpiTransport | TorchTransport:
     if backend == "nccl" and not torch.cuda.is_available():
         raise ValueError('backend "nccl" needs CUDA, and torch.cuda.is_available() is False; use backend="gloo"')
+    _warn_of_few_descriptors(launch)
     try:
         return _on_mpi(launch, timeout_s) if backend == "mpi" else _on_new_group(launch, backend, timeout_s)
     except PeerError:
@@ -310,6 +325,19 @@ def _start(launch: Launch, backend: str, timeout_s: float) -> MpiTransport | Tor
 
             atexit.register(abort)  # MPI_Finalize would wait for those that have not come
         raise
+
+
+def _warn_of_few_descriptors(launch: Launch) -> None:
+    """Warn, on rank 0, if this process may not open a connection to every other one, as Gloo and MPI do."""
+    most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], launch.world_size + _FILES
+    if launch.rank == 0 and most < needed:
+        _log.warning(
+            "%d ranks are connected each to each, and a process may have %d open files here: raise the limit on all "
+            "hosts (ulimit -n %d), or connecting may fail",
+            launch.world_size,
+            most,
+            2 * needed,
+        )
 
 
 def _on_existing_group(backend: str | None, timeout_s: float) -> TorchTransport:
@@ -417,7 +445,7 @@ def _store_found_by_mpi(launch: Launch, timeout_s: float) -> torch.distributed.S
     return torch.distributed.TCPStore(host, port, launch.world_size, False, timeout, wait_for_workers=False)
 
 
-def _tie_to_process(transport: MpiTransport | TorchTransport | HierarchicalTransport, launch: Launch) -> None:
+def _tie_to_process(transport: MpiTransport | TorchTransport | Composite, launch: Launch) -> None:
     """Close at exit; abandon on an uncaught exception, after its traceback is printed as usual."""
     report, process = sys.excepthook, os.getpid()
 

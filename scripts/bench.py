@@ -12,6 +12,7 @@ from pathlib import Path
 NAMES = (
     "suite",
     "collective",
+    "hops",
     "step",
     "pipeline",
     "kernels",

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import Transport, init
+from ..comm import Transport, in_hops, init
 from ..comm.launch import Launch, detect
 from ..comm.transports.torch_distributed import TorchTransport
 from ..model_parallel import ModelParallelGroup
@@ -178,14 +178,14 @@ class Closes(Protocol):
 class Grid:
     """One rank's view of the grid. `start` makes it.
 
-    Optimizers take `transport`, between the ranks that hold the same part of different replicas, and
-    `model_parallel_group`.
+    Optimizers take `transport` and `model_parallel_group`.
 
     Attributes:
         shape: Number of ranks along each axis.
         mesh: torch's device mesh, over the process groups of the transports.
         world: Transport between all ranks.
         transports: A transport along each axis.
+        transport: Transport between the ranks that hold the same part of different replicas, in hops if they are many.
         model_parallel_group: The ranks that hold the parts of this replica.
         sequence: Transport between the ranks that share sequences with this one.
     """
@@ -194,6 +194,7 @@ class Grid:
     mesh: DeviceMesh
     world: Transport
     transports: Mapping[str, TorchTransport]
+    transport: Transport
     model_parallel_group: ModelParallelGroup
     sequence: TorchTransport
     _parts: list[Closes] = field(default_factory=list, init=False, repr=False)
@@ -210,11 +211,6 @@ class Grid:
     def coordinates(self) -> dict[str, int]:
         """Position of this rank on each axis."""
         return self.shape.coordinates(self.world.rank)
-
-    @property
-    def transport(self) -> Transport:
-        """Transport between the ranks that hold the same part of different replicas."""
-        return self.transports["replica"]
 
     @property
     def device(self) -> torch.device:
@@ -267,7 +263,7 @@ def start(
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     if is_there and knows_nodes and "nccl" in torch.distributed.get_backend_config():
         choose_device(launch)
-    world = init(backend, timeout_s, levels=1)
+    world = init(backend, timeout_s, levels=1, hops=1)
     assert isinstance(world, TorchTransport)
     device_type = "cuda" if "nccl" in torch.distributed.get_backend_config() else "cpu"
     transports = {axis: world.split(shape.along(axis, world.rank)) for axis in AXES}
@@ -287,7 +283,11 @@ def start(
             )
     # Whole sequences: the group is this rank alone, which an axis of one rank has already.
     alone = next((transports[axis] for axis in AXES if shape.sequence == shape.size(axis) == 1), None)
-    return Grid(shape, mesh, world, transports, parts, alone or world.split(shape.along_sequence(world.rank)))
+    sequence_ranks = alone or world.split(shape.along_sequence(world.rank))
+    replicas = in_hops(transports["replica"], "auto")
+    grid = Grid(shape, mesh, world, transports, replicas, parts, sequence_ranks)
+    grid.close_first(replicas)
+    return grid
 
 
 def choose_device(launch: Launch) -> None:

@@ -28,7 +28,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..comm import CODECS, Int4Codec, SignCodec, codec_named
-from ..comm.cost import CodecCost, LinkCost, exchange_s
+from ..comm.cost import CodecCost, LinkCost, exchange_s, payload_bytes
+from ..comm.hops import hops_of
+from ..layout.flat import least_elements
 from .config.entries.base import Footprint
 from .config.optimizers import OPTIMIZERS
 from .sharded.optimizer import WARMUP_STEPS
@@ -170,8 +172,8 @@ def plan(run: Run, optimizer: str, stage: int) -> Plan | None:
     sent = entry.footprint.sent(frame)
     state = entry.footprint.moments(frame) / S + run.error_bytes * (1 + 1 / ranks) / share
     parameters, gradients = _parameters_and_gradients(run, stage, S)
-    exchange = _exchange_s(run, share, ranks, sent, _ONE_BIT_S)
-    bits, warmup_bits = (_bits(run, run.hosts, each) for each in (sent, in_warmup))
+    exchange = _exchange_s(run, share, ranks, sent, _ONE_BIT_S, hops_of(ranks))
+    bits, warmup_bits = (_bits(run, run.hosts, each, hops_of(ranks)) for each in (sent, in_warmup))
     run_bits = _mean(run, warmup_bits, bits, entry.footprint.dense_steps(run.steps))
     return Plan(optimizer, stage, parameters, gradients, state, bits, warmup_bits, run_bits, _step_s(run, exchange))
 
@@ -195,9 +197,12 @@ def _across(run: Run, optimizer: str, stage: int) -> Plan:
     gradients = float(b) if stage == 1 else 0.0
     # Phase 2 needs the results of phase 1, and at stage 1 nothing is sent before the vote. So only phase 1 of stage 2
     # can overlap with backward.
-    phase_up, phase_down = (_exchange_s(run, 1, W, frame, _ONE_BIT_S) / 2 for frame in (up, down))
+    phase_up, phase_down = (_exchange_s(run, 1, W, frame, _ONE_BIT_S, hops_of(W)) / 2 for frame in (up, down))
     seconds = _step_s(run, phase_up if stage == 2 else 0.0, phase_down if stage == 2 else phase_up + phase_down)
-    bits, warmup_bits = (8 * (W - 1) / W * (each + down) for each in (up, _frame_bytes(run.warmup_codec or "int8")))
+    forwarded = payload_bytes(1, W, CodecCost(1.0, 0.0), hops_of(W)) - 2 * (W - 1) / W  # frames sent on in a second hop
+    bits, warmup_bits = (
+        8 * ((W - 1) / W * (each + down) + forwarded * each) for each in (up, _frame_bytes(run.warmup_codec or "int8"))
+    )
     run_bits = _mean(run, warmup_bits, bits, min(WARMUP_STEPS, run.steps))
     return Plan(optimizer, stage, float(b), gradients, state, bits, warmup_bits, run_bits, seconds)
 
@@ -208,8 +213,8 @@ def _local(run: Run, stage: int) -> Plan:
     frame, every = _frame_bytes("sign"), run.local_steps
     state = (_MOMENTS + _FLOAT32) / S + run.error_bytes * (1 + 2 / ranks) / share
     parameters, gradients = _parameters_and_gradients(run, stage, S)
-    exchange = _exchange_s(run, share, ranks, frame, _ONE_BIT_S)
-    bits = _bits(run, run.hosts, frame) / every
+    exchange = _exchange_s(run, share, ranks, frame, _ONE_BIT_S, hops_of(ranks))
+    bits = _bits(run, run.hosts, frame, hops_of(ranks)) / every
     hidden, waited = max(0.0, exchange / every - run.compute_s), exchange / every
     seconds = run.compute_s + hidden, run.compute_s + waited
     return Plan(LOCAL, stage, parameters, gradients, state, bits, bits, bits, seconds)
@@ -249,17 +254,20 @@ def _two_levels(run: Run, stage: int) -> tuple[int, int]:
     return (1, run.world_size) if stage == 0 and run.hosts == 1 else (run.ranks_per_host, run.hosts)
 
 
-def _bits(run: Run, ranks: int, bytes_per_element: float) -> float:
+def _bits(run: Run, ranks: int, bytes_per_element: float, hops: int = 1) -> float:
     """Bits per parameter and rank that an exchange between this many ranks sends to other hosts."""
-    return 8 * 2 * (ranks - 1) / ranks * bytes_per_element / run.ranks_per_host if run.hosts > 1 else 0.0
+    sent = payload_bytes(1, ranks, CodecCost(bytes_per_element, 0.0), hops)
+    return 8 * sent / run.ranks_per_host if run.hosts > 1 else 0.0
 
 
-def _exchange_s(run: Run, share: int, ranks: int, bytes_per_element: float, work_s: float) -> float:
+def _exchange_s(run: Run, share: int, ranks: int, bytes_per_element: float, work_s: float, hops: int = 1) -> float:
     """Seconds of one exchange between these ranks; `share` ranks on a host each exchange a part at the same time."""
     rate = run.link_bits_per_s / 8 * _PAYLOAD_OF_FRAME / share if run.hosts > 1 else math.inf
     link = LinkCost(_LATENCY_S, rate, _START_S)
     codec = CodecCost(bytes_per_element, work_s, _UNHIDDEN)
-    return exchange_s(round(run.params / share), ranks, codec, link) if ranks > 1 else 0.0
+    elements = round(run.params / share)
+    piece = max(_ELEMENTS, min(4 * _ELEMENTS, elements // 12), least_elements(ranks))  # as `layout.flat.partition` cuts
+    return exchange_s(elements, ranks, codec, link, piece=piece, hops=hops) if ranks > 1 else 0.0
 
 
 def _step_s(run: Run, during: float, behind: float = 0.0) -> tuple[float, float]:

@@ -10,7 +10,7 @@ Shape legend: W ranks, B bytes of one frame.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, Protocol, TypeAlias
 
@@ -104,6 +104,8 @@ class Transport(ABC):
     timeout_s: float
     ranks_change: ClassVar[bool] = False
     """Whether ranks come and go, so that rank and world_size are only those of now: see `onebit/membership/`."""
+    hops: ClassVar[int] = 1
+    """Works that each of `all_to_all_in_hops` and `all_gather_in_hops` yields."""
 
     @property
     @abstractmethod
@@ -175,6 +177,14 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait for all ranks, then release everything. All ranks; idempotent. Raises PeerError if a rank is missing."""
+
+    def all_to_all_in_hops(self, out_WB: Tensor, in_WB: Tensor) -> Generator[Work, None, None]:
+        """As `all_to_all`, for an exchange: yields the Works, and the caller waits for each before it resumes."""
+        yield self.all_to_all(out_WB, in_WB)
+
+    def all_gather_in_hops(self, out_WB: Tensor, in_B: Tensor) -> Generator[Work, None, None]:
+        """As `all_gather`, in the same way."""
+        yield self.all_gather(out_WB, in_B)
 
     def new_channel(self) -> Channel:
         """A separate sequence of operations, whose order relative to other channels may differ between ranks.

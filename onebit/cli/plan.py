@@ -34,6 +34,11 @@ One-bit optimizers and local steps at stage 0: used directly, over onebit.comm.i
 their traffic by the ranks of a host: use stage 1 there."""
 
 
+_MANY = 512
+_CONNECTIONS = """\
+Gloo and MPI connect each rank to all others: {ranks} open files, where many systems allow 1,024 (ulimit -n)."""
+
+
 def table(run: Run) -> Table:
     """The plans of a run: bytes per parameter, bits that a rank sends, and seconds with all or no traffic hidden."""
     rows = []
@@ -288,5 +293,7 @@ def main(argv: Sequence[str]) -> int:
     Screen().table(table(run))
     if min(run.hosts, run.ranks_per_host) > 1:
         Screen().line(_STAGE_0)
+    if run.world_size >= _MANY:
+        Screen().line(_CONNECTIONS.format(ranks=run.world_size))
     write_json(file, {"run": asdict(run), "plans": [asdict(made) for made in plans(run)]})
     return 0

@@ -24,7 +24,7 @@ from ..model_parallel import ModelParallelGroup, local
 from ..usage.contract import Group, State, check_parameters
 from ..usage.edits import edit_of_groups, edit_of_options
 from ..usage.graphs import outside_graphs
-from .flat import Layout, partition
+from .flat import Layout, least_elements, partition
 
 
 class AnyBucket(Protocol):
@@ -90,12 +90,12 @@ def elements_of(bucket_cap_mb: float | None) -> int | None:
     return max(1, int(bucket_cap_mb * 2**20 / 4))
 
 
-def default_elements(device: torch.device) -> int:
-    """Number of elements of a bucket at most: 16 float32 MiB in host memory, 64 on a GPU.
+def default_elements(device: torch.device, world_size: int) -> int:
+    """Number of elements of a bucket at most: 16 float32 MiB in host memory, 64 on a GPU; more for many ranks.
 
     On a GPU a bucket costs the host half a millisecond, whatever its size (scripts/records/gpu_h200_2026-11.md).
     """
-    return (16 if device.type == "cpu" else 64) << 18
+    return max((16 if device.type == "cpu" else 64) << 18, 2 * least_elements(world_size))
 
 
 class Buckets(list[B]):
@@ -256,11 +256,12 @@ class Buckets(list[B]):
     def _build_group(self, g: int) -> None:
         trained = [(p, name) for p, name in self.named(g) if p.requires_grad]
         self.frozen |= {p: name for p, name in self.named(g) if not p.requires_grad}
+        W = self._transport.world_size
         for device in dict.fromkeys(p.device for p, _ in trained):
             here = [(p, name) for p, name in trained if p.device == device]
             # By whole sizes, so that all shards have the same parameters in the same buckets, even without elements.
             sizes = [-(-p.numel() // self._parts.pieces(p)) for p, _ in here]
-            for indices in partition(sizes, self.elements or default_elements(device)):
+            for indices in partition(sizes, self.elements or default_elements(device, W), least_elements(W)):
                 bucket = self._owner.new_bucket(g, [here[i] for i in indices], device)
                 self.append(bucket)
                 for p in bucket.params:

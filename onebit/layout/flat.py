@@ -111,19 +111,29 @@ def lay_out(shapes: Sequence[torch.Size], block: int, world_size: int) -> Layout
     )
 
 
-def partition(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+def least_elements(world_size: int) -> int:
+    """Elements that buckets have at least: padding to whole blocks for each rank must stay below some 3 %.
+
+    Args:
+        world_size: Number of ranks.
+    """
+    return max(SMALL, world_size << 12)  # sixteen blocks of 256 for each
+
+
+def partition(sizes: Sequence[int], capacity: int, least: int = SMALL) -> list[list[int]]:
     """Group parameters into buckets of at most `capacity` elements; the last parameter comes first.
 
     Backward produces gradients from the last layer to the first, so this is the order in which buckets fill. A
     parameter larger than the capacity has a bucket to itself; empty parameters belong to none.
 
-    A bucket is sent when it is full, and after backward the step waits for the last one. So a bucket above SMALL
+    A bucket is sent when it is full, and after backward the step waits for the last one. So a bucket above `least`
     elements has at most a twelfth of the total. Buckets are smaller at both ends: at most as large as all buckets
     before, or as half of the remaining elements.
 
     Args:
         sizes: Elements of each parameter.
         capacity: Elements of a bucket at most.
+        least: No bucket is limited to less than this. Default `SMALL`.
 
     Returns:
         Indices into sizes, for each bucket.
@@ -136,7 +146,7 @@ def partition(sizes: Sequence[int], capacity: int) -> list[list[int]]:
             continue
         if sizes[index] > room:
             buckets.append([])
-            room = min(capacity, max(SMALL, min(most, begun, rest // 2)))
+            room = min(capacity, max(least, min(most, begun, rest // 2)))
         buckets[-1].append(index)
         room -= sizes[index]
         begun += sizes[index]

@@ -106,22 +106,33 @@ def levels_of_inits(hosts: list[str], local_size: int) -> dict[str, str]:
     logging.getLogger("onebit").addHandler(logging.StreamHandler(log))
     logging.getLogger("onebit").setLevel(logging.INFO)
     with unittest.mock.patch("socket.gethostname", lambda: hosts[rank]):
-        transports = {"auto": onebit.comm.init(timeout_s=20.0)}
+        with unittest.mock.patch("resource.getrlimit", lambda _: (50, 50)):
+            transports = {"auto": onebit.comm.init(timeout_s=20.0)}
         transports |= {
             "again": onebit.comm.init(),
             "one": onebit.comm.init(levels=1),
             "two": onebit.comm.init(levels=2),
+            "hops": onebit.comm.init(levels=1, hops=2),
         }
         outcome = {name: launch.describe(transport) for name, transport in transports.items()}
-        for name, levels in (("three", 3), ("unlike", 2 if rank else 1)):
+        for name, levels, hops in (("three", 3, 1), ("unlike", 2 if rank else 1, 1), ("unlike hops", 1, 1 + rank % 2)):
             try:
-                onebit.comm.init(levels=levels)
+                onebit.comm.init(levels=levels, hops=hops)
             except ValueError as error:
                 outcome[name] = str(error)
     for transport in transports.values():
         total = torch.full((3,), float(rank))
         transport.all_reduce(total).wait()
         assert torch.equal(total, torch.full((3,), 6.0))
+        frames, whole = torch.full((5,), rank, dtype=torch.uint8), torch.empty(4, 5, dtype=torch.uint8)
+        for work in transport.all_gather_in_hops(whole, frames):
+            work.wait()
+        assert whole[:, 0].tolist() == [0, 1, 2, 3]
+        for work in transport.all_to_all_in_hops(
+            whole, torch.arange(4, dtype=torch.uint8).repeat_interleave(5).view(4, 5)
+        ):
+            work.wait()
+        assert torch.equal(whole, torch.full_like(whole, rank))
     for transport in reversed(transports.values()):
         transport.close()
     return outcome | {"log": log.getvalue()}

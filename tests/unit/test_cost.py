@@ -26,6 +26,15 @@ def test_payload_is_that_of_the_frames() -> None:
     assert payload_bytes(n, W, DENSE) == 2 * (W - 1) / W * n * 4
 
 
+def test_two_hops_send_fewer_messages_and_more_bytes() -> None:
+    """32 rows of 32: 62 peers instead of 1,023. Frames of phase 1 travel twice, except to one's own row or column."""
+    assert messages(PIECE, 1024, hops=2) == 2 * 62
+    frame = payload_bytes(1024, 1024, DENSE) / (2 * 1023)
+    assert payload_bytes(1024, 1024, DENSE, hops=2) == pytest.approx(frame * (1023 + 2 * 1024 - 64))
+    assert exchange_s(10**7, 1024, SIGN, LINK, hops=2) < exchange_s(10**7, 1024, SIGN, LINK) / 3
+    assert messages(PIECE, 1, hops=2) == payload_bytes(PIECE, 1, SIGN, hops=2) == 0
+
+
 def test_messages_are_those_of_the_pieces() -> None:
     assert messages(PIECE, 4) == 6 and messages(PIECE + 1, 4) == 12
     assert messages(100 * PIECE, 4, piece=None) == 6

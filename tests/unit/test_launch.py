@@ -221,12 +221,17 @@ IN_TWO_LEVELS = "transport torch.distributed (gloo), two levels: 2 nodes of 2 ra
 def test_levels_follow_the_launcher_and_the_host_names() -> None:
     """Two emulated hosts of two ranks; a second init() finds the group and takes the same levels."""
     ended = run_torchrun(4, transport_ranks.levels_of_inits, ["node0", "node0", "node1", "node1"], 2, timeout_s=90)
-    for result in ended.check().results:
+    for rank, result in enumerate(ended.check().results):
+        assert ("4 ranks are connected each to each, and a process may have 50 open files" in result["log"]) == (
+            rank == 0
+        )
         plain = "4 ranks by the environment (RANK, WORLD_SIZE), "
         assert result["auto"] == result["again"] == result["two"] == plain + IN_TWO_LEVELS
         assert result["one"] == plain + "transport torch.distributed (gloo)"
         assert "4 ranks cannot be 3 on each node" in result["three"]
         assert "levels differ between ranks: (1, 2, 2, 2)" in result["unlike"]
+        assert result["hops"] == plain + "transport torch.distributed (gloo), two hops: 2 rows of 2 ranks"
+        assert "hops differ between ranks: (1, 2, 1, 2)" in result["unlike hops"]
 
 
 @pytest.mark.processes

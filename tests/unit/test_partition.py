@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onebit.layout.buckets import default_elements, elements_of
-from onebit.layout.flat import SMALL, partition
+from onebit.layout.flat import SMALL, least_elements, partition
 
 
 def sums(sizes: list[int], buckets: list[list[int]]) -> list[int]:
@@ -55,7 +55,22 @@ def test_what_leaves_last_is_little(whole: int) -> None:
 
 def test_a_bucket_is_larger_on_a_gpu_unless_its_size_is_given() -> None:
     assert elements_of(None) is None and elements_of(0.5) == 2**17
-    assert default_elements(torch.device("cpu")) == elements_of(16) and default_elements(torch.device("cuda")) == 2**24
+    assert (
+        default_elements(torch.device("cpu"), 4) == elements_of(16)
+        and default_elements(torch.device("cuda"), 4) == 2**24
+    )
     for cap in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="bucket_cap_mb must be above 0 and finite"):
             elements_of(cap)
+
+
+@pytest.mark.parametrize("world_size", [1, 4, 255, 1024, 4096])
+def test_padding_stays_small_however_many_ranks_there_are(world_size: int) -> None:
+    """Each bucket but the last is padded by less than a block for each rank, of sixteen or more."""
+    sizes = [300_000] * 400
+    least, capacity = least_elements(world_size), default_elements(torch.device("cpu"), world_size)
+    totals = sums(sizes, partition(sizes, capacity, least))
+    padded = [-(-total // (world_size * 256)) * world_size * 256 for total in totals]
+    assert least >= SMALL and capacity >= 2 * least
+    assert all(total > least - 300_000 for total in totals[:-1])
+    assert sum(padded[:-1]) <= 1.08 * sum(totals[:-1])

@@ -105,7 +105,7 @@ def init_distributed(
         torch.distributed.init_process_group(
             backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
         )
-        _started.append(init(None, timeout.total_seconds(), levels=1))
+        _started.append(init(None, timeout.total_seconds(), levels=1, hops=1))
         return
     if (rank, world_size) != (-1, -1):
         launch = detect(os.environ)
@@ -117,7 +117,7 @@ def init_distributed(
     if distributed_port is not None:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
     _check_backend(backend)
-    _started.append(init(backend, timeout.total_seconds(), levels=1))
+    _started.append(init(backend, timeout.total_seconds(), levels=1, hops=1))
 
 
 def default_backend() -> str:

@@ -208,7 +208,7 @@ class Sharded:
         sent_WB = torch.empty(W, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
         codec.encode_gradients(_sum(bucket, numbers, scale, sent_WB, bucket.counts, returned=None))
         received_WB = torch.empty_like(sent_WB)
-        yield transport.all_to_all(received_WB, sent_WB)
+        yield from transport.all_to_all_in_hops(received_WB, sent_WB)
         return received_WB
 
     def send_up(
@@ -256,7 +256,7 @@ class Sharded:
             bucket.free_gradients()
         if early_WB is None or bucket.is_warm:  # a bucket of which only younger parameters were seen may warm up still
             received_WB = torch.empty_like(sent_WB)
-            yield transport.all_to_all(received_WB, sent_WB)
+            yield from transport.all_to_all_in_hops(received_WB, sent_WB)
         else:
             received_WB = early_WB
 
@@ -355,7 +355,7 @@ class Sharded:
         """
         transport, codec = self.transport, self.config.codec_down
         down_WB = torch.empty(transport.world_size, len(frame_B), dtype=torch.uint8, device=bucket.device)
-        yield transport.all_gather(down_WB, frame_B)
+        yield from transport.all_gather_in_hops(down_WB, frame_B)
         is_good = yield OwnersReplied(codec.witness(down_WB, bucket.layout.chunk))
         if is_good:
             self._apply(bucket, down_WB, seen, lr, decay)

@@ -190,7 +190,8 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self._next_grad_stats = GradStats()  # of the step under way
         self._votes = Votes(rule, self.clipper, self.stats, self.health, self._watch, self.skip_limit)
         self.bounds = self._votes.bounds
-        phases = 1 + rule.works if stage == 2 else 2
+        more = 2 * (self.transport.hops - 1)
+        phases = more + (1 + rule.works if stage == 2 else 2)
         self._driver: Driver[ShardedBucket] = Driver(self.transport, phases, on_comm_stream=False)
         self.overlap = EarlyFrames(self.transport.rank, overlap, self.rule, self.buckets)
         self._launched_scale = 1.0  # of the step under way
