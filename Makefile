@@ -36,7 +36,7 @@ test-fast: $(INSTALLED)
 	$(PYTEST) --tier fast $(ARGS)
 
 test-all: $(INSTALLED)
-	$(PYTEST) --tier all --numprocesses 3 $(ARGS)
+	$(PYTEST) --tier all --numprocesses 3 --durations 40 --durations-min 5 $(ARGS)
 
 test-matrix: $(INSTALLED)
 	$(BIN)/python scripts/matrix.py $(ARGS)
