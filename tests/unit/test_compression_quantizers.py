@@ -60,7 +60,7 @@ def test_packed_codes_come_back(bits: int, codes: list[int]) -> None:
     given_codes = torch.tensor([c % 2**bits for c in codes], dtype=torch.int32)
     packed = pack_bits(given_codes, bits)
     assert packed.numel() == -(-len(codes) * bits // 8)
-    assert torch.equal(unpack_bits(packed, bits, len(codes)), given_codes)
+    assert torch.equal(unpack_bits(packed, bits, len(codes)).int(), given_codes)
 
 
 def test_a_packed_stream_of_another_length_is_refused() -> None:

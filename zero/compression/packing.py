@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,16 +205,109 @@ def is_compressed(file: Path) -> bool:
         return False
 
 
-def import_compressed(model: nn.Module, file: str | os.PathLike[str]) -> nn.Module:
-    """Read a file of `export_compressed` into a plain model, in place, and return the model. Each rank reads the file.
+@dataclass(frozen=True)
+class Codes:
+    """A quantized weight as in a file.
+
+    Attributes:
+        form: Its storage in the model.
+        scales: Of its tiles.
+        dtype: Of its values.
+        stream: The codes of the kept elements, in bits.
+        kept: A bit for each element; None: all are kept.
+        left: How many are kept.
+    """
+
+    form: Form
+    scales: Scales
+    dtype: torch.dtype
+    stream: Tensor
+    kept: Tensor | None
+    left: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.form.shape
+
+    def levels(self) -> Tensor:
+        """Signed levels, int16 or int32 [R, C]; 0 for what is not kept."""
+        R, C, bits = self.form.rows, self.form.columns, self.scales.code.bits
+        codes = unpack_bits(self.stream, bits, self.left)
+        if self.kept is None:
+            return self.scales.decode(codes.view(R, C))
+        kept_RC = unpack_bits(self.kept, 1, R * C).view(R, C).bool()
+        level_RC = self.scales.decode(codes.new_zeros(R, C).masked_scatter_(kept_RC, codes))
+        return level_RC.masked_fill_(~kept_RC, 0)
+
+    def weight(self) -> Tensor:
+        """The weight in its dtype: the bits that training has seen."""
+        return self.form.weight(self.scales.values(self.levels())).to(self.dtype).contiguous()
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """What a file of `export_compressed` holds: weights by name, whole or as codes, and what its JSON says.
+
+    Attributes:
+        path: The file.
+        weights: By name.
+        about: Versions, sizes of cut modules, pruned weights and quantized inputs.
+    """
+
+    path: Path
+    weights: Mapping[str, Tensor | Codes]
+    about: Mapping[str, Any]
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ValueError if the file is damaged or of another model."""
+        try:
+            _check_fits(model, self.weights, self.about, self.path)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} is damaged: the description of its tensors: {reason(error)}") from error
+
+    @torch.no_grad()
+    def put(self, model: nn.Module, *, but: Collection[str] = ()) -> None:
+        """Set sizes, quantized inputs, parameters and buffers of a plain model, in place.
+
+        Args:
+            model: The model as it was built before compression.
+            but: Names of weights that the caller puts.
+
+        Raises:
+            ValueError: The file is damaged or of another model. Nothing has changed.
+        """
+        self.check(model)
+        left = {name: x for name, x in self.weights.items() if name not in but}
+        whole = {name: self._whole(name) for name in left}
+        scales = {name: (x.form, x.scales) for name, x in left.items() if isinstance(x, Codes)}
+        cleaned = Cleaned(scales, self.about["sizes"], set(self.about["pruned"]))
+        for name, numbers in cleaned.sizes.items():
+            for attribute, number in numbers.items():
+                setattr(model.get_submodule(name), attribute, number)
+        for name, a in self.about["activations"].items():
+            module = model.get_submodule(name)
+            device = _device(next(module.parameters()))
+            quantize_inputs(
+                module, ActivationQuantization(a["bits"], a["kind"], is_static=a["is_static"], device=device)
+            )
+        _put(model, whole)
+        mark_cleaned(model, cleaned)
+
+    def _whole(self, name: str) -> Tensor:
+        try:
+            return x.weight() if isinstance(x := self.weights[name], Codes) else x
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"{self.path} is damaged at {name}: {error}") from error
+
+
+def read_compressed(file: str | os.PathLike[str]) -> Compressed:
+    """Read a file of `export_compressed`; its codes stay as they are. Each rank reads the file.
 
     Args:
-        model: The model as it was built before compression, with the same number of layers; its modules shrink to the
-            sizes in the file.
         file: The file.
 
     Raises:
-        ValueError: The file is damaged or of another model. Nothing has changed.
+        ValueError: The file is damaged, or another one's.
         ImportError: safetensors is not installed.
     """
     files.check_can_export()
@@ -229,61 +322,64 @@ def import_compressed(model: nn.Module, file: str | os.PathLike[str]) -> nn.Modu
         about = json.loads(header)
         if about["version"] != _VERSION:
             raise ValueError(f"{path} has version {about['version']}, this package reads {_VERSION}")
-        whole, scales = _unpack(tensors, about, path)
-        _check_fits(model, whole, about, path)
-        cleaned = Cleaned(scales, about["sizes"], set(about["pruned"]))
+        return Compressed(path, _weights(tensors, about, path), about)
     except (AttributeError, KeyError, RuntimeError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: the description of its tensors: {reason(error)}") from error
-    for name, numbers in cleaned.sizes.items():
-        for attribute, number in numbers.items():
-            setattr(model.get_submodule(name), attribute, number)
-    for name, a in about["activations"].items():
-        module = model.get_submodule(name)
-        device = next(module.parameters()).device
-        quantize_inputs(module, ActivationQuantization(a["bits"], a["kind"], is_static=a["is_static"], device=device))
-    _put(model, whole)
-    mark_cleaned(model, cleaned)
+
+
+def import_compressed(model: nn.Module, file: str | os.PathLike[str]) -> nn.Module:
+    """Read a file of `export_compressed` into a plain model, in place, and return the model. Each rank reads the file.
+
+    Args:
+        model: The model as it was built before compression, with the same number of layers; its modules shrink to the
+            sizes in the file.
+        file: The file.
+
+    Raises:
+        ValueError: The file is damaged or of another model. Nothing has changed.
+        ImportError: safetensors is not installed.
+    """
+    read_compressed(file).put(model)
     return model
 
 
-def _unpack(
-    tensors: Mapping[str, Tensor], about: Mapping[str, Any], path: Path
-) -> tuple[dict[str, Tensor], dict[str, tuple[Form, Scales]]]:
-    """(whole tensors by name, scales of those that were quantized)."""
-    rest, scales = dict(tensors), dict[str, tuple[Form, Scales]]()
+def _weights(tensors: Mapping[str, Tensor], about: Mapping[str, Any], path: Path) -> dict[str, Tensor | Codes]:
+    """Whole tensors and codes by name."""
+    rest, found = dict(tensors), dict[str, Tensor | Codes]()
     for name, said in about["packed"].items():
         shape, dtype = tuple(said["shape"]), getattr(torch, said["dtype"])
         n = torch.Size(shape).numel()
         try:
-            kept = unpack_bits(rest.pop(f"{name}.kept"), 1, n).bool() if "kept" in said else None
-            left = said.get("kept", n)
+            kept, left = rest.pop(f"{name}.kept") if "kept" in said else None, said.get("kept", n)
             if "bits" not in said:
                 assert kept is not None
-                rest[name] = (
-                    torch.zeros(n, dtype=dtype, device="cpu")
-                    .masked_scatter_(kept, rest.pop(f"{name}.values"))
-                    .view(shape)
-                )
+                values, zeros = rest.pop(f"{name}.values"), torch.zeros(n, dtype=dtype, device="cpu")
+                found[name] = zeros.masked_scatter_(unpack_bits(kept, 1, n).bool(), values).view(shape)
                 continue
-            form, (rows, columns) = (
-                Form(shape, said["is_transposed"]),
-                (tuple(size for size, times in said[side] for _ in range(times)) for side in ("rows", "columns")),
+            form = Form(shape, said["is_transposed"])
+            rows, columns = (
+                tuple(size for size, times in said[side] for _ in range(times)) for side in ("rows", "columns")
             )
             zero = rest.pop(f"{name}.zero").float() if f"{name}.zero" in rest else None
-            known = Scales(Code(said["kind"], said["bits"]), Grid(rows, columns), rest.pop(f"{name}.scale"), zero)
-            codes = unpack_bits(rest.pop(f"{name}.codes"), said["bits"], left)
-            if kept is not None:
-                codes = torch.zeros(n, dtype=codes.dtype, device="cpu").masked_scatter_(kept, codes)
-            value_RC = known.values(known.decode(codes.view(form.rows, form.columns)))
-            if kept is not None:
-                value_RC = value_RC * kept.view_as(value_RC)
+            scales = Scales(Code(said["kind"], said["bits"]), Grid(rows, columns), rest.pop(f"{name}.scale"), zero)
+            _check_tiles(scales, form)
+            found[name] = Codes(form, scales, dtype, rest.pop(f"{name}.codes"), kept, left)
         except (KeyError, RuntimeError, ValueError) as error:
             raise ValueError(f"{path} is damaged at {name}: {error}") from error
-        rest[name], scales[name] = form.weight(value_RC).to(dtype).contiguous(), (form, known)
-    return rest, scales
+    return rest | found
 
 
-def _check_fits(model: nn.Module, whole: Mapping[str, Tensor], about: Mapping[str, Any], path: Path) -> None:
+def _check_tiles(scales: Scales, form: Form) -> None:
+    """Raise ValueError if the tiles are not of this form, or have not a scale each."""
+    grid, tiles = scales.grid, tuple(scales.scale_IJ.shape)
+    if (sum(grid.rows), sum(grid.columns)) != (form.rows, form.columns) or tiles != (len(grid.rows), len(grid.columns)):
+        raise ValueError(
+            f"tiles of {sum(grid.rows)} rows and {sum(grid.columns)} columns with {tiles} scales, of a weight of "
+            f"{form.rows} and {form.columns}"
+        )
+
+
+def _check_fits(model: nn.Module, whole: Mapping[str, Tensor | Codes], about: Mapping[str, Any], path: Path) -> None:
     """Raise ValueError if names differ, or shapes of modules that were not cut."""
     own, tied = model.state_dict(), files.tied(model)
     for name in about["sizes"].keys() | about["activations"].keys():
@@ -300,7 +396,11 @@ def _check_fits(model: nn.Module, whole: Mapping[str, Tensor], about: Mapping[st
             where = "the model has no" if name in whole else "the file has no"
             raise ValueError(f"{path} is of another model: {where} {name}")
     for name, x in own.items():
-        if name in whole and whole[name].shape != x.shape and name.rpartition(".")[0] not in about["sizes"]:
+        if (
+            name in whole
+            and tuple(whole[name].shape) != tuple(x.shape)
+            and name.rpartition(".")[0] not in about["sizes"]
+        ):
             shapes = f"shape {tuple(whole[name].shape)} there and {tuple(x.shape)} here"
             raise ValueError(f"{path} is of another model: {name} has {shapes}")
 
@@ -314,10 +414,15 @@ def _put(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
             if p is None:
                 continue
             if id(p) not in made and name in whole:
-                made[id(p)] = nn.Parameter(whole[name].to(p.device), requires_grad=p.requires_grad)
+                made[id(p)] = nn.Parameter(whole[name].to(_device(p)), requires_grad=p.requires_grad)
             if id(p) in made:
                 module._parameters[own] = made[id(p)]
         for own, x in list(module._buffers.items()):
             name = f"{prefix}.{own}" if prefix else own
             if x is not None and name in whole:
-                module._buffers[own] = whole[name].to(x.device)
+                module._buffers[own] = whole[name].to(_device(x))
+
+
+def _device(x: Tensor) -> torch.device:
+    """Where a tensor is to be that takes the place of this one: a model on "meta" gets its weights in host memory."""
+    return torch.device("cpu") if x.is_meta else x.device

@@ -116,11 +116,12 @@ class Scales:
         return (level_RC + zero_RC).int()
 
     def decode(self, codes_RC: Tensor) -> Tensor:
-        """Levels of these codes."""
+        """Levels of these codes, int16 for codes of up to 8 bits, otherwise int32."""
+        whole = torch.int16 if self.code.bits <= 8 else torch.int32
         if self.code.bits == 1:
-            return codes_RC.float() * 2 - 1
-        zero_RC = self.code.zero if self.zero_IJ is None else self.grid.expand(self.zero_IJ)
-        return codes_RC.float() - zero_RC
+            return codes_RC.to(whole) * 2 - 1
+        zero_RC = self.code.zero if self.zero_IJ is None else self.grid.expand(self.zero_IJ.to(whole))
+        return codes_RC.to(whole) - zero_RC
 
 
 def quantize(x_RC: Tensor, code: Code, tiles: int, noise_RC: Tensor | None = None) -> tuple[Scales, Tensor]:
@@ -191,8 +192,14 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, bits: int, n: int) -> Tensor:
-    """n codes, int32. Raises ValueError if the number of bytes does not fit."""
+    """n codes, uint8 for up to 8 bits, otherwise int32. Raises ValueError if the number of bytes does not fit."""
     if packed.numel() != -(-n * bits // 8):
         raise ValueError(f"{n} codes of {bits} bits take {-(-n * bits // 8)} bytes, got {packed.numel()}")
-    stream = ((packed.reshape(-1, 1).int() >> torch.arange(8, device=packed.device)) & 1).reshape(-1)[: n * bits]
-    return (stream.reshape(n, bits) << torch.arange(bits, device=packed.device)).sum(1).int()
+    if 8 % bits == 0:  # whole codes in a byte: no stream of single bits, which takes eight times the memory
+        shifts = torch.arange(0, 8, bits, device=packed.device, dtype=torch.uint8)
+        codes: Tensor = (packed.reshape(-1, 1) >> shifts) & (2**bits - 1)
+        return codes.reshape(-1)[:n]
+    dtype = torch.uint8 if bits <= 8 else torch.int32
+    each = torch.arange(8, device=packed.device, dtype=torch.uint8)
+    stream = ((packed.reshape(-1, 1) >> each) & 1).reshape(-1)[: n * bits].reshape(n, bits).to(dtype)
+    return (stream << torch.arange(bits, device=packed.device, dtype=dtype)).sum(1, dtype=dtype)
