@@ -25,7 +25,7 @@ from onebit.comm.transports.simulated import run_ranks
 from onebit.zero import InferenceEngine, init_inference
 from onebit.zero.inference.config import read_inference_config
 from onebit.zero.inference.engine import outputs_of
-from onebit.zero.inference.layers import linear, quantize_rows
+from onebit.zero.inference.packed import linear, quantize_rows
 from onebit.zero.inference.plan import ServeRun, is_gathered, token_plan
 
 SIZE = ModelSize(layers=2, width=64, heads=4, context=64)
@@ -544,7 +544,7 @@ def perplexity(model: Callable[..., object]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", pytest.param("llama", marks=needs_transformers)])
-def test_int8_keeps_the_perplexity_in_a_quarter_of_the_bytes(kind: str) -> None:
+def test_few_bits_keep_the_perplexity(kind: str) -> None:
     model = trained(kind)
     whole = init_inference(model)
     before = perplexity(whole)
@@ -555,18 +555,24 @@ def test_int8_keeps_the_perplexity_in_a_quarter_of_the_bytes(kind: str) -> None:
     both = init_inference(model, dtype="int8", quant={"activation": {"enabled": True}})
     assert perplexity(both) == pytest.approx(before, rel=0.01) and perplexity(both) != perplexity(eight)
     assert perplexity(init_inference(model, dtype="bf16")) == pytest.approx(before, rel=0.01)
+    four = init_inference(model, dtype="int4")
+    assert perplexity(four) == pytest.approx(before, rel=0.02) and perplexity(four) != perplexity(eight)
+    table = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)) / 4
+    assert four.held_bytes <= 0.2 * (whole.held_bytes - 4 * table) + table
     few = text_of_python()[None, :20]  # the product of few rows is another one
     torch.testing.assert_close(logits_of(eight, few), logits_of(whole, few), rtol=0, atol=0.25)
     assert logits_of(eight, few).dtype == torch.float32
 
 
-def test_int8_over_ranks_is_int8_alone() -> None:
+@pytest.mark.parametrize(("dtype", "near"), [("int8", 0.02), ("int4", 0.2)])
+def test_few_bits_over_ranks_are_those_alone(dtype: str, near: float) -> None:
     (text,) = prompts(20)
-    alone = logits_of(init_inference(gpt(), dtype="int8"), text[None])
-    ranks = run_ranks(2, lambda t: logits_of(init_inference(gpt(), dtype="int8", mp_size=2, transport=t), text[None]))
+    whole, alone = logits_of(gpt(), text[None]), logits_of(init_inference(gpt(), dtype=dtype), text[None])
+    ranks = run_ranks(2, lambda t: logits_of(init_inference(gpt(), dtype=dtype, mp_size=2, transport=t), text[None]))
     assert torch.equal(ranks[0], ranks[1])
     # Scales of parts of rows are finer: not the same numbers, but as near to float32.
-    torch.testing.assert_close(ranks[0], alone, rtol=0, atol=0.02 * float(alone.abs().max()))
+    for served in (alone, ranks[0]):
+        torch.testing.assert_close(served, whole, rtol=0, atol=near * float(whole.abs().max()))
 
 
 def test_rows_are_within_half_a_step() -> None:
@@ -764,13 +770,18 @@ def test_a_cache_that_a_model_does_not_use() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"dtype": "int4"}, 'dtype: expected "fp32", "bf16", "fp16" or "int8" or null, got "int4"'),
+        ({"dtype": "int2"}, 'dtype: expected "fp32", "bf16", "fp16", "int8" or "int4" or null, got "int2"'),
         ({"max_out_token": 9}, "max_out_tokens"),
         ({"max_out_tokens": 0}, "expected an integer at least 1"),
         ({"tensor_parallel": {"tp_size": 0}}, "tensor_parallel.tp_size: expected an integer at least 1"),
         ({"tensor_parallel": {"tp_group": 1}}, "pass transport="),
         ({"mp_size": 2, "tensor_parallel": {"tp_size": 4}}, "given twice"),
-        ({"quant": {"weight": {"num_bits": 4}}}, "expected one of 8"),
+        ({"quant": {"weight": {"num_bits": 2}}}, "expected one of 8, 4"),
+        (
+            {"dtype": "int8", "quant": {"weight": {"num_bits": 4}}},
+            "'int8' and quant.weight.num_bits 4 exclude each other",
+        ),
+        ({"dtype": "int4", "quant": {"activation": {"enabled": True}}}, "needs weights in int8"),
         ({"quant": {"enabled": False, "activation": {"enabled": True}}}, "needs weights in int8"),
         ({"enable_cuda_graph": True}, "enable_cuda_graph needs CUDA"),
     ],
@@ -787,7 +798,14 @@ def test_keys_by_deepspeeds_names() -> None:
         {"dtype": torch.half, "replace_with_kernel_inject": True, "max_tokens": 99}, tp={"tp_size": 2}
     )
     assert (read.dtype, read.kernel_inject, read.max_out_tokens, read.tensor_parallel.tp_size) == ("fp16", True, 99, 2)
-    assert not read.is_int8 and read_inference_config({"dtype": "bf16", "quant": {"weight": {"num_bits": 8}}}).is_int8
+    assert read.weight_bits is None
+    assert read_inference_config({"dtype": "bf16", "quant": {"weight": {"num_bits": 8}}}).weight_bits == 8
+    for four in (
+        {"dtype": "int4"},
+        {"quant": {"weight": {"num_bits": 4}}},
+        {"dtype": "int4", "quant": {"enabled": True}},
+    ):
+        assert read_inference_config(four).weight_bits == 4 and read_inference_config(four).compute_dtype is None
     assert read_inference_config(read) is read
 
 

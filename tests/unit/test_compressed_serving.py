@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,15 @@ import pytest
 import torch
 from compression_cases import config, technique, train
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from onebit.checkpoint.files import CheckpointError
 from onebit.comm import SimTransport, run_ranks
 from onebit.zero import init_inference
 from onebit.zero.compression import export_compressed, init_compression, redundancy_clean
+from onebit.zero.inference.layers import ServedEmbedding, ServedLinear
+from onebit.zero.inference.packed import Groups, Rows
 
 transformers = pytest.importorskip("transformers", reason="pip install onebit[transformers]")
 
@@ -97,9 +102,174 @@ def test_a_gate_and_what_it_multiplies_shrink_together(groups: list[tuple[list[s
     assert not any(torch.nn.utils.parametrize.is_parametrized(module) for module in model.modules())
 
 
+WIDE = {"hidden_size": 64, "intermediate_size": 128}
+WIDER: dict[str, tuple[str, dict[str, Any]]] = {name: (cls, keys | WIDE) for name, (cls, keys) in FAMILIES.items()}
+WIDER["GPT2"] = "GPT2LMHeadModel", FAMILIES["GPT2"][1] | {"n_embd": 64}
+WIDER["Bert"] = "BertForMaskedLM", {"vocab_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4} | WIDE
+
+
+def memorized(family: str, techniques: dict[str, Any], file: Path) -> nn.Module:
+    """A model that knows two rows of tokens by heart, so that its greatest logit stands out; cleaned and exported."""
+    torch.manual_seed(0)
+    name, keys = WIDER[family]
+    dropped = {key: 0.0 for key in ("hidden_dropout_prob", "attention_probs_dropout_prob") if family == "Bert"}
+    model = getattr(transformers, name)(getattr(transformers, f"{family}Config")(**keys, **dropped))
+    init_compression(model, config(**techniques))
+    train(model, lambda module, k: module(input_ids=tokens(0), labels=tokens(0)).loss, 30)
+    redundancy_clean(model.eval(), config(**techniques))
+    export_compressed(model, file)
+    return model
+
+
+def plain(family: str) -> nn.Module:
+    torch.manual_seed(1)
+    name, keys = WIDER[family]
+    return getattr(transformers, name)(getattr(transformers, f"{family}Config")(**keys)).eval()
+
+
+def check_served(engine: Any, cleaned: nn.Module, near: float) -> None:
+    """Its logits, in one pass of few rows and of many, and its greedy tokens."""
+    with torch.no_grad():
+        for x in (tokens(0), tokens(0).repeat(8, 1)):
+            expected = cleaned(x).logits
+            torch.testing.assert_close(engine(x).logits, expected, rtol=0, atol=near * float(expected.std()))
+    if "Bert" not in type(cleaned).__name__:
+        x = tokens(0)[:, :3]
+        expected = cleaned.generate(x, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        assert torch.equal(engine.generate(x, max_new_tokens=5), expected)
+
+
+FORMS = {
+    "rows": (["."], {"start_bits": 8, "target_bits": 8}, {}, Rows),
+    "asymmetric rows": (["."], {"start_bits": 8, "target_bits": 8}, {"quantization_type": "asymmetric"}, Rows),
+    "4 bits": (["."], {"start_bits": 4, "target_bits": 4}, {"quantize_groups": 4}, Groups),
+    "groups": (
+        [r"\.o_proj|\.q_proj|down_proj|c_proj|output\.dense"],
+        {"start_bits": 4, "target_bits": 4},
+        {"quantize_groups": 128, "quantization_type": "asymmetric"},
+        Groups,
+    ),
+}
+
+
+class Floats(TorchDispatchMode):
+    """Records the sizes of the tensors of floats that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = {x.numel() for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()}
+        self.sizes |= made if "detach" not in str(func) else set()
+        return out
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", WIDER)
+def test_what_was_packed_is_executed_packed(family: str, form: str, tmp_path: Path) -> None:
+    """No matrix is in floats, neither while the file is read nor afterwards; tied ones stay tied."""
+    layers, bits, shared, kind = FORMS[form]
+    file, given = tmp_path / "small.safetensors", plain(family)
+    cleaned = memorized(family, {"weight_quantization": technique(layers, bits, **shared)}, file)
+    engine = init_inference(given, checkpoint=str(file))
+    served = [m for m in engine.module.modules() if isinstance(m, ServedLinear | ServedEmbedding)]
+    packed = [m.matrix if isinstance(m, ServedLinear) else m.table for m in served]
+    packed = [matrix for matrix in packed if isinstance(matrix, Rows | Groups)]
+    assert packed and all(type(matrix) is kind for matrix in packed)
+    if form != "groups":
+        assert sum(p.numel() for p in engine.module.parameters() if p.dim() > 1) == 0 or family == "GPT2"
+        ties = {id(p) for p in cleaned.parameters()}
+        assert len({id(matrix) for matrix in packed}) < len(packed) or len(ties) == len(list(cleaned.parameters()))
+    check_served(engine, cleaned, 0.03)
+    check_served(init_inference(given, checkpoint=str(file), dtype="int8"), cleaned, 0.05)
+    check_served(init_inference(given, checkpoint=str(file), dtype="fp32"), cleaned, 1e-4)
+
+
+@pytest.mark.parametrize("form", ["rows", "asymmetric rows", "4 bits"])
+def test_reading_packed_weights_makes_no_matrix_of_floats(form: str, tmp_path: Path) -> None:
+    layers, bits, shared, _ = FORMS[form]
+    file, given = tmp_path / "small.safetensors", plain("Llama")
+    memorized("Llama", {"weight_quantization": technique(layers, bits, **shared)}, file)
+    from onebit.zero.compression.packing import read_compressed
+    from onebit.zero.inference.codes import serve_codes
+
+    with Floats() as floats:
+        serve_codes(given, read_compressed(file), has_int8_inputs=False)
+    smallest = 40 * 64  # the table; no scale has so many
+    assert floats.sizes and max(floats.sizes) < smallest
+
+
+@pytest.mark.parametrize("by", ["the file", "the options"])
+def test_inputs_in_int8(by: str, tmp_path: Path) -> None:
+    """The file's, which training has seen, are multiplied as they are; others are rounded in serving only."""
+    techniques = {"weight_quantization": technique(["proj"], EIGHT)}
+    techniques |= (
+        {"activation_quantization": technique(["proj"], {"bits": 8}, range_calibration="dynamic")}
+        if by == "the file"
+        else {}
+    )
+    file, options = tmp_path / "small.safetensors", {"quant": {"activation": {"enabled": True}}, "dtype": "int8"}
+    cleaned = memorized("Llama", techniques, file)
+    engine = init_inference(plain("Llama"), checkpoint=str(file), **({} if by == "the file" else options))
+    layers = [m for m in engine.module.modules() if isinstance(m, ServedLinear) and isinstance(m.matrix, Rows)]
+    assert len(layers) >= 14 and all(layer.has_int8_inputs and not layer._forward_pre_hooks for layer in layers)
+    # Both sides round the same inputs, except to other levels where sums differ in their last bits.
+    check_served(engine, cleaned, 0.02 if by == "the file" else 0.1)
+    assert len(engine.generate([tokens(0)[0, :2]], max_new_tokens=3)[0]) == 5
+
+
+@pytest.mark.parametrize(
+    "shared", [{"range_calibration": "static"}, {"range_calibration": "dynamic", "quantization_type": "asymmetric"}]
+)
+def test_inputs_of_other_ranges_are_rounded_as_in_training(shared: dict[str, str], tmp_path: Path) -> None:
+    techniques = {"weight_quantization": technique(["proj"], EIGHT)}
+    techniques |= {"activation_quantization": technique(["proj"], {"bits": 8}, **shared)}
+    cleaned = memorized("Llama", techniques, tmp_path / "small.safetensors")
+    engine = init_inference(plain("Llama"), checkpoint=str(tmp_path / "small.safetensors"))
+    layer = engine.module.get_submodule("model.layers.0.mlp.up_proj")
+    assert isinstance(layer, ServedLinear) and isinstance(layer.matrix, Rows) and layer._forward_pre_hooks
+    check_served(engine, cleaned, 0.15)  # a rounding moves some inputs to the next level
+
+
+def test_what_no_kernel_takes_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    techniques = {"weight_quantization": technique(["q_proj"], {"start_bits": 12, "target_bits": 12})}
+    cleaned = memorized("Llama", techniques, tmp_path / "small.safetensors")
+    with caplog.at_level(logging.WARNING):
+        engine = init_inference(plain("Llama"), checkpoint=str(tmp_path / "small.safetensors"))
+    assert "model.layers.0.self_attn.q_proj.weight of" in caplog.text and "expanded to floats: 12 bits" in caplog.text
+    check_served(engine, cleaned, 1e-4)
+
+
+def test_int8_inputs_of_four_bits_are_refused(tmp_path: Path) -> None:
+    techniques = {"weight_quantization": technique(["q_proj"], {"start_bits": 4, "target_bits": 4})}
+    memorized("Llama", techniques, tmp_path / "small.safetensors")
+    options: dict[str, Any] = {"dtype": "int8", "quant": {"activation": {"enabled": True}}}
+    with pytest.raises(CheckpointError, match=r"q_proj.weight of .* has 4 bits or groups: leave quant.activation out"):
+        init_inference(plain("Llama"), checkpoint=str(tmp_path / "small.safetensors"), **options)
+
+
+def test_a_packed_file_over_ranks_is_expanded_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "small.safetensors"
+    cleaned = memorized("Llama", {"weight_quantization": technique(["proj"], EIGHT)}, file)
+    models = [plain("Llama") for _ in range(2)]
+    with torch.no_grad():
+        expected = cleaned(tokens(0)).logits
+
+    def rank(transport: SimTransport) -> Tensor:
+        given = models[transport.rank]
+        return init_inference(given, checkpoint=str(file), mp_size=2, transport=transport)(tokens(0)).logits
+
+    with caplog.at_level(logging.WARNING):
+        for logits in run_ranks(2, rank):
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    assert "packed matrices are not cut for 2 ranks" in caplog.text
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 def test_quantized_inputs_are_served_as_such(dtype: str, tmp_path: Path) -> None:
-    """By layers that stay as they are, whatever replaces the others."""
+    """From a file, and from the cleaned model, whose layers stay as they are."""
     techniques = {"weight_quantization": technique(["proj", "mlp"], EIGHT)} | INPUTS
     file = tmp_path / "small.safetensors"
     cleaned = compressed("Llama", techniques, file)
@@ -111,8 +281,7 @@ def test_quantized_inputs_are_served_as_such(dtype: str, tmp_path: Path) -> None
             expected = cleaned(tokens(9)).logits
             near = 1e-5 if dtype == "fp32" else 0.05 * float(expected.std())
             torch.testing.assert_close(engine(tokens(9)).logits, expected, rtol=0, atol=near)
-            for p in engine.module.get_submodule("model.layers.0.mlp.up_proj").parameters():
-                assert p.is_floating_point()
+    assert all(p.is_floating_point() for p in engine.module.get_submodule("model.layers.0.mlp.up_proj").parameters())
 
 
 def test_parts_of_layers_with_quantized_inputs_are_refused(tmp_path: Path) -> None:

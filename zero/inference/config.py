@@ -18,7 +18,7 @@ from ..config.schema import ANYTHING, BOOL, INT, OBJECT, Inert, Kind, as_json, b
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "int4": torch.uint8}
 _OTHER_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 _ALIASES = {"mp_size": "tensor_parallel", "tp": "tensor_parallel", "max_tokens": "max_out_tokens"}
 _ALIASES |= {"replace_with_kernel_inject": "kernel_inject"}
@@ -32,7 +32,9 @@ def _dtype(value: object) -> str:
     return name
 
 
-DTYPE = Kind('"fp32", "bf16", "fp16" or "int8"', _dtype)
+PACKED = {"int8": 8, "int4": 4}
+"""Bits of weights, by the dtypes that are none of products."""
+DTYPE = Kind('"fp32", "bf16", "fp16", "int8" or "int4"', _dtype)
 _RANKS = "ranks are those of the transport: pass transport= to init_inference"
 
 
@@ -49,34 +51,41 @@ class TensorParallel:
     tp_size: int = key(1, INT, least=1)
 
 
-@dataclass(frozen=True)
-class Bits:
-    """The bits of a product's weights or inputs; only num_bits = 8 is supported."""
+_ROUNDED = {
+    "q_type": Inert(ANYTHING, "8 bits are symmetric, 4 bits go from the least weight to the greatest"),
+    "q_groups": Inert(ANYTHING, "8 bits have a scale for each row, 4 bits for each 128 inputs of a row"),
+    "quantized_initialization": Inert(ANYTHING, "weights are quantized when they are served"),
+}
 
-    inert: ClassVar[Mapping[str, Inert]] = {
-        name: Inert(ANYTHING, "scales are by row, symmetric")
-        for name in ("q_type", "q_groups", "quantized_initialization")
-    }
+
+@dataclass(frozen=True)
+class Weight:
+    """The bits of a product's weights: 8 or 4; null (default) for those of dtype, otherwise 8."""
+
+    inert: ClassVar[Mapping[str, Inert]] = _ROUNDED
 
     enabled: bool = key(True, BOOL)
+    num_bits: int | None = key(None, INT, choices=(8, 4), null=True)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The bits of a product's inputs, only 8; off by default."""
+
+    inert: ClassVar[Mapping[str, Inert]] = _ROUNDED
+
+    enabled: bool = key(False, BOOL)
     num_bits: int = key(8, INT, choices=(8,))
 
 
 @dataclass(frozen=True)
-class Activation(Bits):
-    """The bits of a product's inputs; off by default."""
-
-    enabled: bool = key(False, BOOL)
-
-
-@dataclass(frozen=True)
 class Quant:
-    """Weights in int8 by rows, on if the block is present; with activation.enabled also the inputs of products."""
+    """Weights in few bits, on if the block is present; with activation.enabled also the inputs of products."""
 
     inert: ClassVar[Mapping[str, Inert]] = {"qkv": Inert(OBJECT, "all linear layers are treated in the same way")}
 
     enabled: bool = key(False, BOOL)
-    weight: Bits = block(Bits)
+    weight: Weight = block(Weight)
     activation: Activation = block(Activation)
 
 
@@ -85,18 +94,20 @@ class InferenceConfig:
     """The options of `init_inference`, by DeepSpeed's names.
 
     Args:
-        dtype: Of weights and products: "fp32", "bf16" or "fp16"; "int8" keeps the weights in int8, and computes in
-            their dtype. None (default) keeps the weights' dtype.
+        dtype: Of weights and products: "fp32", "bf16" or "fp16"; "int8" and "int4" keep the weights in
+            that, and compute in their dtype. None (default) keeps the weights' dtype, or a compressed file's codes.
         kernel_inject: Whether to compile the decode step with torch.compile; on a CPU it needs a C++ compiler. False
             by default.
         enable_cuda_graph: Whether to replay the decode step as a CUDA graph; False by default.
         checkpoint: Weights to load: an engine's checkpoint folder, a .safetensors file or a folder of them, or
-            {"path": ..., "tag": ...}. None (default) keeps the model's.
+            {"path": ..., "tag": ...}. The codes of a compressed file are served as they are, unless dtype is one of
+            floats or the ranks divide the matrices. None (default) keeps the model's.
         max_out_tokens: Slots of the cache: the most tokens of a prompt with its answer; 1,024 by default.
         injection_policy: The tensor plan by name, as {"h.*.mlp.up": "colwise", "h.*.mlp.down": "rowwise"}, or
             DeepSpeed's {Block: ("out", "mlp.down")}. None (default) for the model's own.
         tensor_parallel: {"tp_size": N}: how many ranks compute each layer together, 1 by default.
-        quant: Weights in int8, as dtype "int8"; with {"activation": {"enabled": true}} also the inputs of products.
+        quant: Weights in few bits for any dtype: {"weight": {"num_bits": 8}} as dtype "int8", 4 as "int4"; with
+            {"activation": {"enabled": true}} also the inputs of products, in int8.
 
     Raises:
         ValueError: A value is out of range, or values exclude each other.
@@ -130,20 +141,26 @@ class InferenceConfig:
             raise ValueError(
                 "enable_cuda_graph with tp_size > 1: sums over ranks cannot be replayed; remove one of them"
             )
-        if self.quant.activation.enabled and not self.is_int8:
+        given = self.quant.weight.num_bits if self.quant.enabled and self.quant.weight.enabled else None
+        if given is not None and PACKED.get(str(self.dtype), given) != given:
+            raise ValueError(f"dtype {self.dtype!r} and quant.weight.num_bits {given} exclude each other: remove one")
+        if self.quant.activation.enabled and self.weight_bits != 8:
             raise ValueError('quant.activation needs weights in int8: write dtype "int8", or quant.enabled true')
         if self.enable_cuda_graph and not torch.cuda.is_available():
             raise ValueError("enable_cuda_graph needs CUDA, which is not available; kernel_inject compiles without it")
 
     @property
-    def is_int8(self) -> bool:
-        """Whether weights are kept in int8."""
-        return self.dtype == "int8" or (self.quant.enabled and self.quant.weight.enabled)
+    def weight_bits(self) -> int | None:
+        """Bits of the weights, 8 or 4; None: they are in floats."""
+        if (bits := PACKED.get(str(self.dtype))) is not None:
+            return bits
+        is_quantized = self.quant.enabled and self.quant.weight.enabled
+        return (self.quant.weight.num_bits or 8) if is_quantized else None
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """The dtype of products; None for that of the weights."""
-        return None if self.dtype in (None, "int8") else DTYPES[str(self.dtype)]
+        return None if self.dtype is None or self.dtype in PACKED else DTYPES[self.dtype]
 
 
 def read_inference_config(config: object = None, **keywords: object) -> InferenceConfig:

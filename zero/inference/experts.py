@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ..parallel.experts import aligned, inputs_dim, stacked_in_up, up_name
 from ..parallel.stacked import by_stack
-from .layers import Join, quantize_rows
+from .layers import Join
+from .packed import quantize_rows
 
 
 def cut(experts: nn.Module, rank: int, ranks: int, join: Join) -> None:

@@ -1,0 +1,120 @@
+"""Matrices in few bits: their products, rows and floats, against loops in float64 over the codes themselves."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from onebit.zero.compression.matrices import Form
+from onebit.zero.compression.packing import Codes
+from onebit.zero.compression.quantizers import Code, Grid, Scales, pack_bits
+from onebit.zero.inference.codes import packed_of
+from onebit.zero.inference.packed import Groups, Rows
+
+HALF = 2.0**-8
+"""The relative error of a number rounded to bfloat16."""
+
+
+def drawn(
+    kind: str, bits: int, rows: list[int], columns: list[int], *, has_zeros: bool = False
+) -> tuple[Codes, Tensor]:
+    """Random codes, and the matrix that they stand for, float64 [N, K], by the definition in `Codes` and `Scales`."""
+    draw = torch.Generator().manual_seed(bits)
+    N, K = sum(rows), sum(columns)
+    code_NK = torch.randint(2**bits if bits != 2 else 3, (N, K), generator=draw)
+    scale = torch.rand(len(rows), len(columns), generator=draw) + 0.1
+    zero = torch.randint(2**bits, scale.shape, generator=draw).float() if kind == "asymmetric" and bits > 2 else None
+    if bits > 2 and zero is None:
+        code_NK = code_NK.clamp(max=2**bits - 2)  # the levels are symmetric
+    kept_NK = torch.rand(N, K, generator=draw) < 0.5 if has_zeros else torch.ones(N, K, dtype=torch.bool)
+    w_NK = torch.zeros(N, K, dtype=torch.float64)
+    for (i, r), (j, c) in itertools.product(enumerate(rows), enumerate(columns)):
+        for n, k in itertools.product(
+            range(sum(rows[:i]), sum(rows[:i]) + r), range(sum(columns[:j]), sum(columns[:j]) + c)
+        ):
+            first = zero[i, j].item() if zero is not None else {1: 0.5, 2: 1}.get(bits, 2 ** (bits - 1) - 1)
+            level = (code_NK[n, k].item() - first) * (2 if bits == 1 else 1)
+            w_NK[n, k] = level * scale[i, j].item() * kept_NK[n, k].item()
+    stream, kept = pack_bits(code_NK[kept_NK], bits), pack_bits(kept_NK, 1) if has_zeros else None
+    scales = Scales(Code(kind, bits), Grid(tuple(rows), tuple(columns)), scale, zero)
+    return Codes(Form((N, K)), scales, torch.float32, stream, kept, int(kept_NK.sum())), w_NK
+
+
+def spread(codes: Codes) -> Tensor:
+    """For each weight how far its levels reach, [N, K]: of this a group's bfloat16 scale and zero point lose a part."""
+    return codes.scales.grid.expand(codes.scales.scale_IJ).double() * 2**codes.scales.code.bits
+
+
+SHAPES = [([7], [40]), ([1] * 5, [33]), ([2, 1, 4], [256]), ([1] * 3, [64, 64]), ([70], [32, 32, 32]), ([1], [1])]
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8])
+def test_codes_are_multiplied_as_they_are(kind: str, bits: int, has_zeros: bool) -> None:
+    """Of any number of rows, also in int8. Only inputs and outputs are rounded; of groups, also their scales."""
+    for rows, columns in SHAPES:
+        codes, w_NK = drawn(kind, bits, rows, columns, has_zeros=has_zeros)
+        packed = packed_of(codes)
+        assert isinstance(packed, Rows if bits > 4 and len(columns) == 1 else Groups)
+        K, is_by_group = sum(columns), len(columns) > 1
+        off_NK = 2 * HALF * spread(codes) if is_by_group else 1e-6 * spread(codes)
+        assert ((packed.weight.double() - w_NK).abs() <= off_NK).all()
+        ids = torch.tensor([[0, sum(rows) - 1], [sum(rows) // 2, 0]])
+        assert torch.equal(packed.lookup(ids), packed.weight[ids])
+        for B in (0, 1, 3, 70):
+            wide = torch.randn(B, 2 * K, generator=torch.Generator().manual_seed(B))
+            for x in (wide[:, ::2], wide[:, :K].t().contiguous().t()):
+                y, exact = packed.product(x, False), x.double() @ w_NK.t()
+                weights = x.double().abs() @ w_NK.abs().t() * (1.01 * HALF + 1e-6)
+                # A row's offset multiplies the sum of rounded inputs, a group's zero point each of them.
+                weights += (
+                    x.double().abs()
+                    @ spread(codes).t()
+                    * (2 * HALF if is_by_group or codes.scales.zero_IJ is not None else 0)
+                )
+                assert (
+                    y.dtype == torch.float32 and ((y - exact).abs() <= weights + 1.01 * HALF * exact.abs() + 1e-6).all()
+                )
+                if isinstance(packed, Rows):
+                    step_B1 = x.double().abs().amax(1, keepdim=True) / 127 if B else torch.zeros(0, 1)
+                    y, off_BN = packed.product(x, True), step_B1 * w_NK.abs().sum(1) * 0.51
+                    assert ((y - exact).abs() <= off_BN + step_B1 * spread(codes).sum(1) * 0.51 + 1e-5).all()
+
+
+@pytest.mark.parametrize(
+    ("bits", "rows", "columns", "why"),
+    [
+        (9, [2], [32], "9 bits are more than kernels take"),
+        (4, [1, 1], [32, 40], "its groups have different widths, 32 to 40"),
+        (4, [1, 1], [40, 40], "its groups of 40 inputs are no multiple of 32"),
+        (4, [2], [0], "it is empty"),
+    ],
+)
+def test_what_no_kernel_takes(bits: int, rows: list[int], columns: list[int], why: str) -> None:
+    scales = Scales(Code("symmetric", bits), Grid(tuple(rows), tuple(columns)), torch.ones(len(rows), len(columns)))
+    form = Form((sum(rows), sum(columns)))
+    codes = torch.zeros(form.rows * form.columns, dtype=torch.int32)
+    assert packed_of(Codes(form, scales, torch.float32, pack_bits(codes, bits), None, len(codes))) == why
+
+
+@pytest.mark.parametrize(("N", "K", "group"), [(1, 1, 32), (7, 31, 128), (130, 64, 64), (65, 300, 256), (16, 256, 128)])
+def test_groups_are_within_half_a_step(N: int, K: int, group: int) -> None:
+    """Of the step that products use, rounded to bfloat16; so the ends may be off by some of those roundings."""
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(N * K)) * torch.logspace(-6, 3, N)[:, None] + 0.1
+    w[0] = 0
+    packed = Groups.quantized(w, group)
+    assert packed.weight.shape == w.shape and not packed.weight[0].any()
+    for part, own in zip(w.split(packed.group, 1), packed.weight.split(packed.group, 1), strict=True):
+        padded = torch.nn.functional.pad(part, (0, -K % packed.group)) if part.shape[1] < packed.group else part
+        step = (padded.amax(1) - padded.amin(1))[:, None] / 15
+        ends = padded.abs().amax(1)[:, None] * 4 * HALF
+        assert ((own - part).abs() <= 0.51 * step + 8 * step * HALF + ends).all()
+
+
+def test_matrices_in_int4_are_of_host_memory() -> None:
+    with pytest.raises(ValueError, match="served from host memory, got meta: use int8"):
+        Groups.quantized(torch.zeros(4, 32, device="meta"))
