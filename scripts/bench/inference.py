@@ -1,27 +1,35 @@
-"""Tokens per second of init_inference and of transformers' generate, in turn; and over a slow network, split or not.
+"""Tokens per second of init_inference, transformers' generate and torchao, in turn; and split over a slow network.
 
     python scripts/bench.py inference --record scripts/records/inference_2026-11.md
+    python scripts/bench.py inference --size llama-40m qwen-40m --network none --record FILE
 
-A GPT-2 with random weights, without end tokens. Each line is measured in one process, both sides in turn, `--repeats`
-times; the medians are compared. The first pass (compiling, caches) is thrown away; so is the prompt's, for both sides:
-the time of one token is taken from that of all but one. Then the same split over two hosts (network namespaces) at
---network, against the plan. The latter needs root and iproute2. With --worker it is one rank's part of that.
+Models with random weights, without end tokens. All sides are measured in one process, in turn, `--repeats` times; the
+medians are compared. The first pass (compiling, caches) is thrown away; so is the prompt's, for all sides: the time of
+one token is taken from that of all but one. torchao is measured if it is installed. Then a GPT-2 split over two hosts
+(network namespaces) at --network, against the plan. The latter needs root and iproute2. With --worker it is one rank's
+part of that.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
+import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from provenance import record_path, write_record
+from torch import Tensor
 
 from bench.command import words
 from bench.record import describe_machine
@@ -31,34 +39,60 @@ from onebit.comm.messages import gather_tensors
 from onebit.zero import InferenceEngine, init_inference
 from onebit.zero.inference.plan import ServeRun, token_plan
 
-SHAPES = {"25m": (8, 512, 8), "gpt2": (12, 768, 12)}  # layers, width, heads
-DTYPES = ("fp32", "bf16", "int8")
+
+@dataclass(frozen=True)
+class Shape:
+    """A model with a vocabulary of 8192, so that the table does not hide the layers. inner, kv_heads: not of GPT-2."""
+
+    family: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int = 0
+    inner: int = 0
+
+
+SHAPES = {
+    "25m": Shape("GPT2", 8, 512, 8),
+    "gpt2": Shape("GPT2", 12, 768, 12),
+    "llama-40m": Shape("Llama", 12, 512, 8, 4, 1408),
+    "qwen-40m": Shape("Qwen2", 12, 512, 8, 2, 1472),
+    "llama-300m": Shape("Llama", 22, 1024, 16, 8, 2816),
+    "qwen-300m": Shape("Qwen2", 22, 1024, 16, 4, 2944),
+}
+DTYPES = ("fp32", "bf16", "int8", "int4")
 
 
 def build(size: str, context: int) -> Any:
-    """A GPT-2 of transformers with a vocabulary of 8192, so that the table does not hide the layers."""
+    """A model of transformers."""
     import transformers
 
-    layers, width, heads = SHAPES[size]
-    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    shape = SHAPES[size]
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "vocab_size": 8192}
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=8192, n_layer=layers, n_embd=width, n_head=heads, n_positions=context, **ids
+    if shape.family == "GPT2":
+        own = {"n_layer": shape.layers, "n_embd": shape.width, "n_head": shape.heads, "n_positions": context}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**ids, **own)).eval()
+    own = {"num_hidden_layers": shape.layers, "hidden_size": shape.width, "intermediate_size": shape.inner}
+    own |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
+    config = getattr(transformers, f"{shape.family}Config")(
+        **ids, **own, max_position_embeddings=context, tie_word_embeddings=True
     )
-    return transformers.GPT2LMHeadModel(config).eval()
+    return getattr(transformers, f"{shape.family}ForCausalLM")(config).eval()
 
 
-def token_s(generate: Callable[[int], object], new: int, repeats: int) -> float:
-    """Seconds of a token behind the first."""
-    generate(new)
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        generate(1)
-        first = time.perf_counter()
-        generate(new)
-        seconds.append((time.perf_counter() - first - (first - began)) / (new - 1))
-    return statistics.median(seconds)
+def tokens_s(sides: Mapping[str, Callable[[int], object]], new: int, repeats: int) -> dict[str, float]:
+    """Seconds of a token after the first, of each side. The sides take turns, so that other load meets all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for k in range(repeats + 1):
+        for name, generate in sides.items():
+            began = time.perf_counter()
+            generate(1)
+            first = time.perf_counter()
+            generate(new)
+            if k:  # the first pass compiles
+                seconds[name].append((time.perf_counter() - first - (first - began)) / (new - 1))
+    return {name: statistics.median(each) for name, each in seconds.items()}
 
 
 def read_s(size: int, repeats: int) -> float:
@@ -71,49 +105,80 @@ def read_s(size: int, repeats: int) -> float:
     return statistics.median(seconds)
 
 
+def of_torchao(model: Any, dtype: str) -> Any:
+    """The model in torchao's int8 by rows, or in int4 in groups of 128 with bfloat16 between."""
+    from torchao import quantization
+
+    if dtype == "int8":
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    else:
+        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+
+        config = PrototypeInt4WeightOnlyConfig(group_size=128, set_inductor_config=False)
+        quantization.quantize_(model.to(torch.bfloat16), config)
+    return model
+
+
+def has_torchao() -> bool:
+    return importlib.util.find_spec("torchao") is not None
+
+
+def peers(size: str, context: int, dtypes: Sequence[str]) -> dict[str, Any]:
+    """The other sides: transformers in float32 and bfloat16, and torchao's models if it is installed."""
+    found = {"transformers fp32": build(size, context)}
+    if "bf16" in dtypes:
+        found["transformers bf16"] = build(size, context).to(torch.bfloat16)
+    if has_torchao():
+        few = [dtype for dtype in ("int8", "int4") if dtype in dtypes]
+        found |= {f"torchao {dtype}": of_torchao(build(size, context), dtype) for dtype in few}
+    return found
+
+
 def compare(args: argparse.Namespace) -> list[dict]:
-    """Both sides of every dtype, batch and prompt. transformers has no int8 of its own: its float32 stands there."""
+    """Seconds of a token of all sides, for every size, batch and prompt."""
     lines = []
     context = max(args.prompts) + args.new
-    for dtype in args.dtypes:
-        theirs = build(args.size, context)
-        if dtype == "bf16":
-            theirs = theirs.to(torch.bfloat16)
-        ours = init_inference(
-            build(args.size, context), dtype=dtype, kernel_inject=not args.eager, max_out_tokens=context
-        )
-        whole = sum(p.numel() for p in theirs.parameters())
-        for batch in args.batches:
-            for length in args.prompts:
-                prompt = torch.randint(8192, (batch, length), generator=torch.Generator().manual_seed(0))
-                named = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
-
-                def their_tokens(new: int, model: Any = theirs, x: Any = prompt, named: Any = named) -> object:
-                    return model.generate(x, max_new_tokens=new, min_new_tokens=new, **named)
-
-                def our_tokens(new: int, engine: InferenceEngine = ours, x: Any = prompt) -> object:
-                    return engine.generate(x, max_new_tokens=new, eos_token_id=[])
-
-                lines.append(
-                    {
-                        "dtype": dtype,
-                        "batch": batch,
-                        "prompt": length,
-                        "transformers_s": token_s(their_tokens, args.new, args.repeats),
-                        "onebit_s": token_s(our_tokens, args.new, args.repeats),
-                        "floor_s": read_s(ours.held_bytes, args.repeats),
-                        "held": ours.held_bytes / (4 * whole),
-                    }
-                )
-                print(lines[-1], flush=True)
+    for size in args.size:
+        theirs = peers(size, context, args.dtypes)
+        ours = {
+            dtype: init_inference(
+                build(size, context), dtype=dtype, kernel_inject=not args.eager, max_out_tokens=context
+            )
+            for dtype in args.dtypes
+        }
+        whole = sum(p.numel() for p in theirs["transformers fp32"].parameters())
+        for batch, length in itertools.product(args.batches, args.prompts):
+            prompt = torch.randint(8192, (batch, length), generator=torch.Generator().manual_seed(0))
+            sides: dict[str, Callable[[int], object]] = {}
+            for name, model in theirs.items():
+                sides[name] = partial(their_tokens, model, prompt)
+            for dtype, engine in ours.items():
+                sides[dtype] = partial(our_tokens, engine, prompt)
+            found = {"size": size, "parameters": whole, "batch": batch, "prompt": length}
+            found["seconds"] = tokens_s(sides, args.new, args.repeats)
+            found["held"] = {dtype: engine.held_bytes / (4 * whole) for dtype, engine in ours.items()}
+            found["floor"] = {dtype: read_s(engine.held_bytes, args.repeats) for dtype, engine in ours.items()}
+            lines.append(found)
+            print(lines[-1], flush=True)
     return lines
+
+
+def their_tokens(model: Any, prompt: Tensor, new: int) -> Tensor:
+    named = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
+    tokens: Tensor = model.generate(prompt, max_new_tokens=new, min_new_tokens=new, **named)
+    return tokens
+
+
+def our_tokens(engine: InferenceEngine, prompt: Tensor, new: int) -> Tensor:
+    return cast(Tensor, engine.generate(prompt, max_new_tokens=new, eos_token_id=[]))
 
 
 def worker(args: argparse.Namespace) -> None:
     """One of two hosts: the model split, and on rank 0 alone, in turn."""
     torch.set_num_threads(1)
     transport = comm.init("gloo")
-    model, prompt = build(args.size, 64), torch.arange(16)[None]
+    (size,) = args.size
+    model, prompt = build(size, 64), torch.arange(16)[None]
     split = init_inference(model, dtype="fp32", mp_size=transport.world_size, transport=transport)
     alone = init_inference(model, dtype="fp32")
     before, wire = split.transport.sent_bytes, sent_on_wire() or 0
@@ -122,13 +187,11 @@ def worker(args: argparse.Namespace) -> None:
     split.generate(prompt, max_new_tokens=1, eos_token_id=[])
     payload = (after - before - (split.transport.sent_bytes - after)) / 32
     found = {"sent": payload, "wire": ((sent_on_wire() or 0) - wire) / 33}
-    found["split_s"] = token_s(lambda n: split.generate(prompt, max_new_tokens=n, eos_token_id=[]), 24, args.repeats)
+    found["split_s"] = tokens_s({"split": partial(our_tokens, split, prompt)}, 24, args.repeats)["split"]
     if transport.rank == 0:
-        found["alone_s"] = token_s(
-            lambda n: alone.generate(prompt, max_new_tokens=n, eos_token_id=[]), 24, args.repeats
-        )
+        found["alone_s"] = tokens_s({"alone": partial(our_tokens, alone, prompt)}, 24, args.repeats)["alone"]
     transport.broadcast(torch.zeros(1), 0).wait()
-    found["sum_s"] = sum_s(transport, SHAPES[args.size][1])
+    found["sum_s"] = sum_s(transport, SHAPES[size].width)
     if transport.rank == 0:
         args.out.write_text(json.dumps(found))
     transport.close()
@@ -149,7 +212,7 @@ def over_network(args: argparse.Namespace) -> dict:
     """RuntimeError where the workers fail."""
     with tempfile.TemporaryDirectory() as folder, Cluster(hosts=2, rate=args.network) as cluster:
         out = Path(folder) / "result.json"
-        flags = ["--size", args.size, "--repeats", str(args.repeats)]
+        flags = ["--size", args.size[0], "--repeats", str(args.repeats)]
         ended = cluster.run(words("inference", "--worker", "--out", str(out), *flags), launcher="none", timeout_s=600)
         if ended.status:
             raise RuntimeError(f"inference at {args.network} ended with status {ended.status}")
@@ -157,36 +220,43 @@ def over_network(args: argparse.Namespace) -> dict:
 
 
 def rates_table(lines: list[dict], args: argparse.Namespace) -> list[str]:
-    layers, width, heads = SHAPES[args.size]
     text = [
-        "| weights | rows | prompt | transformers, tokens/s | onebit, tokens/s | faster | ms a token | ms to read the "
-        "weights | bytes of float32's |",
+        "| model | rows | prompt | side | tokens/s | of transformers' float32 | ms a token | ms to read the weights | "
+        "bytes of float32's |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for line in lines:
-        rates = [line["batch"] / line[key] for key in ("transformers_s", "onebit_s")]
-        ms = [1e3 * line[key] for key in ("onebit_s", "floor_s")]
-        cells = f"{rates[0]:.1f} | {rates[1]:.1f} | {rates[1] / rates[0]:.2f} × | {ms[0]:.2f} | {ms[1]:.2f}"
-        cells += f" | {line['held']:.3f}"
-        text.append(f"| {line['dtype']} | {line['batch']} | {line['prompt']} | {cells} |")
+        base = line["seconds"]["transformers fp32"]
+        for side, seconds in line["seconds"].items():
+            name = f"onebit {side}" if side in line["held"] else side
+            cells = f"{line['batch'] / seconds:.1f} | {base / seconds:.2f} × | {1e3 * seconds:.2f}"
+            held = f"{1e3 * line['floor'][side]:.2f} | {line['held'][side]:.3f}" if side in line["held"] else " | "
+            text.append(f"| {line['size']} | {line['batch']} | {line['prompt']} | {name} | {cells} | {held} |")
+    for size in dict.fromkeys(line["size"] for line in lines):
+        shape = SHAPES[size]
+        parameters = next(line["parameters"] for line in lines if line["size"] == size)
+        kv = f" ({shape.kv_heads} of keys), {shape.inner} between" if shape.inner else ""
+        text.append(
+            f"\n{size}: {shape.family} of {shape.layers} layers, {shape.width} features, {shape.heads} heads{kv} and "
+            f"8192 tokens, {parameters / 1e6:.1f} million random weights."
+        )
     text.append(
-        f"\nGPT-2 of {layers} layers, {width} features, {heads} heads and 8192 tokens with random weights; "
-        f"{'eager' if args.eager else 'compiled'} decode step, {args.new} new tokens, medians of {args.repeats}, "
-        f"threads {torch.get_num_threads()}. Beside int8 stands transformers in float32. "
-        "Reading: a sum over as many bytes.\n"
+        f"\n{'Eager' if args.eager else 'Compiled'} decode step, {args.new} new tokens, medians of {args.repeats}, all "
+        f"sides in turn, threads {torch.get_num_threads()}. Reading: a sum over as many bytes.\n"
     )
     return text
 
 
 def split_table(split: dict, args: argparse.Namespace, memory: float) -> list[str]:
     """memory: bytes a second of a core. The plan is given what one host takes, and how long a small sum waits."""
-    layers, width, heads = SHAPES[args.size]
-    parameters = sum(p.numel() for p in build(args.size, 64).parameters())
+    shape = SHAPES[args.size[0]]
+    layers, width = shape.layers, shape.width
+    parameters = sum(p.numel() for p in build(args.size[0], 64).parameters())
     bits = parse_rate(args.network) or float("inf")
     overhead = max(0.0, split["alone_s"] - 4 * parameters / memory)  # at most all of it
     latency = max(0.0, split["sum_s"] - 4 * width / (bits / 8))
-    shape: Any = {"params": parameters, "layers": layers, "width": width, "overhead_s": overhead}
-    run = ServeRun(**shape, link_bits_per_s=bits, memory_bytes_per_s=memory, latency_s=latency)
+    of_model: Any = {"params": parameters, "layers": layers, "width": width, "overhead_s": overhead}
+    run = ServeRun(**of_model, link_bits_per_s=bits, memory_bytes_per_s=memory, latency_s=latency)
     plan = token_plan(run, 2)
     return [
         f"## Two hosts at {args.network}\n",
@@ -199,7 +269,8 @@ def split_table(split: dict, args: argparse.Namespace, memory: float) -> list[st
         f"| the same on the wire, with headers | {split['wire'] / 1e3:.1f} | |",
         f"| splitting pays | {'yes' if split['split_s'] < split['alone_s'] else 'no'} | "
         f"{'yes' if plan.seconds < token_plan(run, 1).seconds else 'no'} |\n",
-        f"GPT-2 of {layers} layers, {width} features and {heads} heads; float32, eager, one row, one thread a host.\n",
+        f"{shape.family} of {layers} layers, {width} features and {shape.heads} heads; float32, eager, one row, one "
+        "thread a host.\n",
     ]
 
 
@@ -209,21 +280,28 @@ def report(lines: list[dict], split: dict | None, args: argparse.Namespace) -> s
     if split is not None:
         text += split_table(split, args, machine["memory_bytes_per_s"] / machine["cores"])
     text.append(
-        f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, revision "
-        f"{machine['revision']}, load {machine['load']}.\n"
+        f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
+        f"{_version('transformers')}{_version('torchao')}, revision {machine['revision']}, load {machine['load']}.\n"
     )
     return "\n".join(text)
+
+
+def _version(package: str) -> str:
+    try:
+        return f", {package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.py inference", description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--size", choices=SHAPES, default="gpt2")
+    add("--size", nargs="+", choices=SHAPES, default=["gpt2"], help="the first one is split over hosts")
     add("--dtypes", nargs="*", choices=DTYPES, default=list(DTYPES), help="none: two hosts only")
     add("--batches", nargs="+", type=int, default=[1, 8])
     add("--prompts", nargs="+", type=int, default=[16, 512])
-    add("--new", type=int, default=33)
-    add("--repeats", type=int, default=5)
+    add("--new", type=int, default=17)
+    add("--repeats", type=int, default=3)
     add("--eager", action="store_true", help="do not compile")
     add("--network", default="1gbit", help="of two hosts; none: leave them out")
     add("--record", type=record_path, metavar="FILE")

@@ -11,7 +11,7 @@ import torch
 from bench import inference as bench
 
 ARGS = argparse.Namespace(
-    size="25m", dtypes=["fp32"], batches=[8], prompts=[16], new=9, repeats=3, eager=True, network="1gbit"
+    size=["25m"], dtypes=["fp32"], batches=[8], prompts=[16], new=9, repeats=3, eager=True, network="1gbit"
 )
 
 
@@ -36,27 +36,52 @@ class Clock:
 
 def test_a_tokens_time_leaves_the_prompt_and_the_first_pass_out(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, [90.0, 2.0, 1.0, 4.0])  # the first compiles
-    assert bench.token_s(clock.generate, 9, repeats=3) == pytest.approx(2.0)
+    assert bench.tokens_s({"a": clock.generate}, 9, repeats=3) == {"a": pytest.approx(2.0)}
 
 
-def test_a_line_for_every_dtype_batch_and_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sides_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a machine that slows down slows all of them."""
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: float(len(calls)))
+    found = bench.tokens_s({name: lambda n, name=name: calls.append((name, n)) for name in "ab"}, 5, repeats=2)
+    assert calls == [("a", 1), ("a", 5), ("b", 1), ("b", 5)] * 3 and found == {"a": 0.0, "b": 0.0}
+
+
+@pytest.mark.parametrize("size", ["25m", "llama-40m", "qwen-40m"])
+def test_a_line_for_every_side_batch_and_prompt(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setitem(bench.SHAPES, "25m", (1, 16, 2))
+    monkeypatch.setattr(bench, "has_torchao", lambda: False)
+    small = bench.Shape(bench.SHAPES[size].family, 1, 64, 4, 2, 128)
+    monkeypatch.setitem(bench.SHAPES, size, small)
     tokens: list[tuple[int, ...]] = []
 
-    def token_s(generate: Callable[[int], object], new: int, repeats: int) -> float:
-        out = generate(2)
-        assert isinstance(out, torch.Tensor)
-        tokens.append(tuple(out.shape))
-        return 0.5 if len(tokens) % 2 else 0.25
+    def tokens_s(sides: dict[str, Callable[[int], object]], new: int, repeats: int) -> dict[str, float]:
+        for generate in sides.values():
+            out = generate(2)
+            assert isinstance(out, torch.Tensor)
+            tokens.append(tuple(out.shape))
+        return {name: 0.5 if name == "transformers fp32" else 0.25 for name in sides}
 
-    monkeypatch.setattr(bench, "token_s", token_s)
-    args = argparse.Namespace(**vars(ARGS) | {"dtypes": ["fp32", "bf16"], "batches": [1, 3], "prompts": [4]})
+    monkeypatch.setattr(bench, "tokens_s", tokens_s)
+    dtypes = ["fp32", "bf16", "int8", "int4"]
+    args = argparse.Namespace(**vars(ARGS) | {"size": [size], "dtypes": dtypes, "batches": [1, 3], "prompts": [4]})
     lines = bench.compare(args)
-    assert [(line["dtype"], line["batch"]) for line in lines] == [("fp32", 1), ("fp32", 3), ("bf16", 1), ("bf16", 3)]
-    assert tokens == [(1, 6), (1, 6), (3, 6), (3, 6)] * 2  # theirs, ours
-    assert lines[0]["held"] == pytest.approx(1, abs=0.05) and lines[2]["held"] == pytest.approx(0.5, abs=0.05)
-    assert cells("\n".join(bench.rates_table(lines[1:2], args)), "fp32")[:5] == ["3", "4", "6.0", "12.0", "2.00 ×"]
+    assert [(line["size"], line["batch"]) for line in lines] == [(size, 1), (size, 3)]
+    assert list(lines[0]["seconds"]) == ["transformers fp32", "transformers bf16", *dtypes]
+    assert tokens == [(1, 6)] * 6 + [(3, 6)] * 6
+    held = lines[0]["held"]
+    assert held["fp32"] == pytest.approx(1, abs=0.05) and held["bf16"] == pytest.approx(0.5, abs=0.05)
+    assert held["int8"] < 0.3 and held["int4"] < held["int8"]
+    text = "\n".join(bench.rates_table(lines[1:], args))
+    row = next(line for line in text.splitlines() if "onebit int4" in line)
+    assert [cell.strip() for cell in row.strip("| ").split(" | ")][:6] == [
+        size,
+        "3",
+        "4",
+        "onebit int4",
+        "12.0",
+        "2.00 ×",
+    ]
 
 
 def test_the_plan_is_given_what_was_measured_but_the_split() -> None:
