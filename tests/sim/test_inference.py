@@ -57,6 +57,9 @@ def of_transformers(kind: str) -> nn.Module:
             num_local_experts=4, head_dim=16, layer_types=["full_attention"] * 2, **heads, **shape, **ids
         )
         return transformers.GptOssForCausalLM(config).eval()
+    if kind == "opt":
+        opt = {"ffn_dim": 128, "word_embed_proj_dim": 64, "max_position_embeddings": 64}
+        return transformers.OPTForCausalLM(transformers.OPTConfig(**shape, **opt, **ids)).eval()
     if kind in ("llama", "phi3", "olmo2"):
         family = {"llama": "Llama", "phi3": "Phi3", "olmo2": "Olmo2"}[kind]
         config = getattr(transformers, f"{family}Config")(**heads, **shape, **ids)
@@ -71,7 +74,7 @@ def model_of(kind: str) -> nn.Module:
 
 
 SLOW = [pytest.mark.slow, needs_transformers]
-DECODERS = ["gpt", pytest.param("gpt2", marks=SLOW), pytest.param("llama", marks=SLOW)]
+DECODERS = ["gpt", *(pytest.param(kind, marks=SLOW) for kind in ("gpt2", "llama", "opt"))]
 
 
 def prompts(*lengths: int) -> list[Tensor]:

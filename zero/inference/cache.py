@@ -31,7 +31,7 @@ class StaticCache:
 
 
 class CacheView:
-    """What a model gets as `past_key_values`: of transformers' caches it has only `update`."""
+    """What a model gets as `past_key_values`: of transformers' caches it has `update` and `get_seq_length`."""
 
     is_compileable = True
 
@@ -43,6 +43,10 @@ class CacheView:
     ) -> tuple[Tensor, Tensor]:
         """Store the new keys and values, and return all so far, [B, H, width, d]."""
         return self._kept(self._cache.keys, keys_BHTd, layer), self._kept(self._cache.values, values_BHTd, layer)
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """The slots before the new tokens. Models derive positions from it if they are given none, as OPT may."""
+        return self._width - len(self._slots_T)
 
     def _kept(self, layers: dict[int, Tensor], x_BHTd: Tensor, layer: int) -> Tensor:
         if layer not in layers:
