@@ -267,6 +267,53 @@ def test_a_packed_file_over_ranks_is_expanded_with_a_word(tmp_path: Path, caplog
     assert "packed matrices are not cut for 2 ranks" in caplog.text
 
 
+def of_groups(related: list[str], **shared: Any) -> dict[str, Any]:
+    return {"head_pruning": technique(["o_proj"], {"dense_ratio": 0.5}, [related], num_heads=4, **shared)}
+
+
+@pytest.mark.parametrize("method", ["l1", "topk"])
+@pytest.mark.parametrize("related", [["q_proj"], ["k_proj"], ["v_proj", "q_proj", "k_proj"]])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral"])
+def test_a_head_of_keys_goes_with_all_its_queries(family: str, related: list[str], method: str, tmp_path: Path) -> None:
+    """Of 2 heads of keys with 2 of queries each one group stays, whichever of q, k, v is named; cleaning is exact."""
+    model = build(family).double()
+    techniques = of_groups(related, method=method)
+    init_compression(model, config(**techniques))
+    train(model, lambda module, k: module(input_ids=tokens(k), labels=tokens(k)).loss, 3)
+    model.eval()
+    with torch.no_grad():
+        before = model(tokens(9)).logits
+        kept = model.model.layers[0].self_attn.o_proj.weight.view(16, 2, 8).abs().sum((0, 2)) > 0  # type: ignore[union-attr]
+        assert int(kept.sum()) == 1  # two neighbouring heads of queries, which share their keys
+        redundancy_clean(model, config(**techniques))
+        torch.testing.assert_close(model(tokens(9)).logits, before, rtol=0, atol=1e-12)
+    layer = model.get_submodule("model.layers.0.self_attn")
+    shapes = [tuple(layer.get_submodule(f"{n}_proj").weight.shape) for n in "qkvo"]
+    assert shapes == [(8, 16), (4, 16), (4, 16), (16, 8)]
+    export_compressed(model, tmp_path / "small.safetensors")
+    engine = init_inference(build(family).double(), checkpoint=str(tmp_path / "small.safetensors"))
+    with torch.no_grad():
+        torch.testing.assert_close(engine(tokens(9)).logits, before, rtol=0, atol=1e-12)
+    expected = model.generate(tokens(9), max_new_tokens=6, do_sample=False, pad_token_id=0)  # type: ignore[operator]
+    assert torch.equal(engine.generate(tokens(9), max_new_tokens=6), expected)
+
+
+@pytest.mark.parametrize(
+    ("heads", "related", "words"),
+    [
+        (4, ["gate_proj"], "its related module model.layers.0.mlp.gate_proj has 32 outputs: expected 16, or 48"),
+        (1, ["q_proj"], r"1 heads of 16, and its related module .*k_proj has 8 outputs: .* whole number of heads"),
+        (3, ["q_proj"], "3 heads do not divide its 16 inputs"),
+    ],
+)
+def test_heads_that_are_no_groups_are_refused(heads: int, related: list[str], words: str) -> None:
+    model, techniques = build("Llama"), of_groups(related)
+    techniques["head_pruning"]["shared_parameters"]["num_heads"] = heads
+    with pytest.raises(ValueError, match=words):
+        init_compression(model, config(**techniques))
+    assert not any(torch.nn.utils.parametrize.is_parametrized(module) for module in model.modules())
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 def test_quantized_inputs_are_served_as_such(dtype: str, tmp_path: Path) -> None:
     """From a file, and from the cleaned model, whose layers stay as they are."""

@@ -202,14 +202,16 @@ def _parameter(value: Tensor, like: nn.Parameter) -> nn.Parameter:
 
 def _tell_heads(model: nn.Module, one: Pruned, left: int, cleaned: Cleaned) -> None:
     """Set the number of heads, and some modules' total width, in the modules that hold these matrices."""
-    width = Form.of(model.get_submodule(one.related[0])).rows
-    width //= 3 if one.layout is not None else 1
+    inputs = Form.of(model.get_submodule(one.name)).inputs
+    # Of queries first: an attribute that counts them may then equal the former number of keys.
+    counts = [(_HEADS, one.heads * one.queries, left * one.queries), (_HEADS, one.heads, left)]
+    counts.append((_WIDTHS, inputs // left * one.heads, inputs))
     for holder in sorted({name.rpartition(".")[0] for name in (one.name, *one.related)}):
-        module = model.get_submodule(holder)
-        before = width // left * one.heads
-        for names, old, new in ((_HEADS, one.heads, left), (_WIDTHS, before, width)):
+        module, told = model.get_submodule(holder), set[str]()
+        for names, old, new in counts:
             for name in names:
-                if module.__dict__.get(name) == old:
+                if name not in told and module.__dict__.get(name) == old:
+                    told.add(name)
                     setattr(module, name, new)
                     cleaned.sizes.setdefault(holder, {})[name] = new
 

@@ -36,6 +36,8 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _SHOWN = 4  # names in a message
 _GATES = (("gate_proj", "up_proj"), ("w1", "w3"), ("wi_0", "wi_1"))
 """Layers whose outputs are multiplied with each other, by the last part of their names: Llama's, Mixtral's, T5's."""
+_ATTENTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv"))
+"""Layers that compute queries, keys and values, by the last part of their names: Llama's and OPT's, BERT's, Meta's."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class Pruned:
     """The weight of a module, pruned by "element", "row" or "head".
 
     related: for rows, modules whose inputs are these outputs, norms between, and the gate with which they are
-    multiplied; for heads, modules that compute q, k or v. parts: for each of those, 1, or 3 if it computes all three;
-    layout: the order of the three.
+    multiplied; for heads, modules that compute q, k or v. heads: the units, each a head of keys and values with its
+    `queries` heads of queries. layout: the order of q, k and v in a module that computes all three.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Pruned:
     heads: int = 1
     related: tuple[str, ...] = ()
     layout: str | None = None
+    queries: int = 1
 
     @property
     def readers(self) -> tuple[str, ...]:
@@ -292,7 +295,7 @@ def _heads(
         raise ValueError(f'{where}: write "num_heads" into shared_parameters, or into the group\'s params')
     if form.inputs % heads:
         raise ValueError(f"{where}: {heads} heads do not divide its {form.inputs} inputs")
-    layout = params.qkv_layout
+    related, layout = _with_siblings(modules, related, where), params.qkv_layout
     for other in related:
         if not is_compressible(modules[other]) or isinstance(modules[other], nn.Embedding):
             raise ValueError(f"{where}: its related module {other} computes no q, k or v")
@@ -306,12 +309,39 @@ def _heads(
                     'ways; write "qkv_layout" into the group\'s params: "blocks" (all of q, then k, then v) or "heads" '
                     "(q, k and v of the first head, then of the next)"
                 )
-        elif its.rows != form.inputs:
+    queries = _queries(modules, related, form.inputs, heads, where)
+    return Pruned(name, "head_pruning", "head", schedule, shared.method, heads // queries, related, layout, queries)
+
+
+def _with_siblings(modules: dict[str, nn.Module], related: tuple[str, ...], where: str) -> tuple[str, ...]:
+    """The related modules, and those beside them that compute the rest of q, k and v: none may keep a dropped head."""
+    found = dict.fromkeys(related)
+    for name in related:
+        parent, dot, last = name.rpartition(".")
+        for names in _ATTENTIONS:
+            if last in names:
+                found |= dict.fromkeys(f"{parent}{dot}{other}" for other in names)
+    if missing := [name for name in found if name not in modules]:
+        raise ValueError(f"{where}: there is no {missing[0]} beside its related module {related[0]}")
+    return tuple(found)
+
+
+def _queries(modules: dict[str, nn.Module], related: tuple[str, ...], inputs: int, heads: int, where: str) -> int:
+    """Heads of queries for each head of keys and values, which are pruned together. Raises ValueError."""
+    width = inputs // heads
+    found = {other: Form.of(modules[other]).rows for other in related}
+    found = {other: rows for other, rows in found.items() if rows not in (inputs, 3 * inputs)}
+    if not found:
+        return 1
+    keys = next(iter(found.values()))
+    for other, rows in found.items():
+        if rows != keys or rows % width or inputs % rows:
             raise ValueError(
-                f"{where} has {form.inputs} inputs, {heads} heads of {form.inputs // heads}, and its related module "
-                f"{other} has {its.rows} outputs: expected as many, or three times as many where it computes q, k and v"
+                f"{where} has {inputs} inputs, {heads} heads of {width}, and its related module {other} has {rows} "
+                f"outputs: expected {inputs}, or {3 * inputs} of a module that computes q, k and v; of grouped keys "
+                "and values the same whole number of heads that divides those of queries"
             )
-    return Pruned(name, "head_pruning", "head", schedule, shared.method, heads, related, layout)
+    return inputs // next(iter(found.values()))
 
 
 def _check_apart(made: Plan) -> None:
