@@ -136,6 +136,8 @@ def peers(size: str, context: int, dtypes: Sequence[str]) -> dict[str, Any]:
 
 def compare(args: argparse.Namespace) -> list[dict]:
     """Seconds of a token of all sides, for every size, batch and prompt."""
+    # dynamo counts the recompilations of all engines of a process together, and by default stops at 8.
+    torch._dynamo.config.recompile_limit = 32 * len(args.size)  # type: ignore[attr-defined]
     lines = []
     context = max(args.prompts) + args.new
     for size in args.size:
