@@ -204,7 +204,10 @@ def _tell_heads(model: nn.Module, one: Pruned, left: int, cleaned: Cleaned) -> N
     """Set the number of heads, and some modules' total width, in the modules that hold these matrices."""
     inputs = Form.of(model.get_submodule(one.name)).inputs
     # Of queries first: an attribute that counts them may then equal the former number of keys.
-    counts = [(_HEADS, one.heads * one.queries, left * one.queries), (_HEADS, one.heads, left)]
+    counts: list[tuple[tuple[str, ...], int, int]] = [
+        (_HEADS, one.heads * one.queries, left * one.queries),
+        (_HEADS, one.heads, left),
+    ]
     counts.append((_WIDTHS, inputs // left * one.heads, inputs))
     for holder in sorted({name.rpartition(".")[0] for name in (one.name, *one.related)}):
         module, told = model.get_submodule(holder), set[str]()
