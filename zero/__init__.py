@@ -142,3 +142,6 @@ else:
         spelling = {known.lower(): known for known in import_module("..", __name__).__all__}.get(name.lower())
         hint = f"; did you mean onebit.{spelling}?" if spelling else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
