@@ -761,6 +761,19 @@ def test_a_rank_that_dies_ends_the_others() -> None:
     assert isinstance(seen[0], PeerError) and seen[0].ranks == (1,)
 
 
+def test_a_cache_by_the_name_of_newer_transformers() -> None:
+    """5.24 calls the argument `cache`."""
+
+    class Renamed(GPT):
+        def forward(self, text_BT, attention_mask=None, position_ids=None, cache=None):  # type: ignore[no-untyped-def]
+            return super().forward(text_BT, attention_mask, position_ids, cache)
+
+    renamed = Renamed(SIZE)
+    renamed.load_state_dict(gpt().state_dict())
+    expected, got = (init_inference(model).generate(prompts(4, 7), max_new_tokens=6) for model in (gpt(), renamed))
+    assert same(expected, got)
+
+
 def test_a_cache_that_a_model_does_not_use() -> None:
     class Forgetful(GPT):
         def forward(self, text_BT, attention_mask=None, position_ids=None, past_key_values=None):  # type: ignore[no-untyped-def]

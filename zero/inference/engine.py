@@ -48,6 +48,7 @@ class InferenceEngine:
         self.slots = min(config.max_out_tokens, longest(module) or config.max_out_tokens)
         self._stepped, self._free = StaticCache(self.slots), [StaticCache(self.slots)]
         named = {"use_cache": True, "logits_to_keep": 1}
+        self._cache_name = cache_name(module)
         taken = inspect.signature(module.forward).parameters
         self._named = {name: value for name, value in named.items() if name in taken}
         self._dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
@@ -227,7 +228,7 @@ class InferenceEngine:
     ) -> Tensor:
         view = cache.at(slots_T, mask_B1TS.shape[3])
         out = self.module(
-            tokens_BT, attention_mask=mask_B1TS, position_ids=positions_BT, past_key_values=view, **self._named
+            tokens_BT, attention_mask=mask_B1TS, position_ids=positions_BT, **{self._cache_name: view}, **self._named
         )
         return outputs_of(out)[:, -1]
 
@@ -256,7 +257,7 @@ class InferenceEngine:
 def why_no_decoding(model: nn.Module) -> str | None:
     """Why a model cannot decode over the cache; None if it can."""
     name, config = type(model).__name__, getattr(model, "config", None)
-    missing = {"past_key_values", "position_ids", "attention_mask"} - inspect.signature(model.forward).parameters.keys()
+    missing = {cache_name(model), "position_ids", "attention_mask"} - inspect.signature(model.forward).parameters.keys()
     if missing or not getattr(model, "can_generate", lambda: True)():
         lacks = ", ".join(sorted(missing)) or "cache"
         return f"{name} does not generate: it is an encoder, or its forward takes no {lacks}"
@@ -265,6 +266,11 @@ def why_no_decoding(model: nn.Module) -> str | None:
     if others or window:
         return f"{name} has layers that do not attend to all tokens ({', '.join(sorted(others)) or f'window {window}'})"
     return None
+
+
+def cache_name(model: nn.Module) -> str:
+    """The argument of the model's forward that takes the cache: transformers 5.24 renamed it to `cache`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def longest(model: nn.Module) -> int | None:

@@ -26,7 +26,7 @@ from ..parallel.experts import is_experts
 from ..parallel.model_plan import patterns
 from .codes import serve_codes
 from .config import InferenceConfig, read_inference_config
-from .engine import InferenceEngine, longest, outputs_of, why_no_decoding
+from .engine import InferenceEngine, cache_name, longest, outputs_of, why_no_decoding
 from .experts import quantize_experts
 from .layers import quantize, serve_linears
 from .packed import Groups, Rows
@@ -358,7 +358,8 @@ def _check_cache(engine: InferenceEngine) -> None:
     if not (off := _distance(whole[:, T - 1], logits)) <= tolerance:
         raise ValueError(
             f"{type(engine.module).__name__} over a cache gives other outputs than in one pass (off by {off:.2g} of "
-            "the largest output): it does not use past_key_values, position_ids and attention_mask as transformers do"
+            f"the largest output): it does not use {cache_name(engine.module)}, position_ids and attention_mask as "
+            "transformers do"
         )
 
 
