@@ -22,7 +22,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-OLDEST = (2, 6)
+OLDEST, NEWEST = (2, 6), (2, 15)
+"""The versions that are tested: docs/versions.md. An older one is refused, with a newer one the doctor says so."""
 
 
 def _numbers(version: str) -> tuple[int, int]:
@@ -39,6 +40,11 @@ if TORCH < OLDEST:
         f"onebit needs torch {OLDEST[0]}.{OLDEST[1]} or later, this is {torch.__version__}; "
         f"pip install 'torch>={OLDEST[0]}.{OLDEST[1]}'"
     )
+
+
+def untested() -> list[str]:
+    """The torch that is installed, if it is newer than those of the tests."""
+    return [f"torch {torch.__version__}"] if TORCH > NEWEST else []
 
 
 def require(feature: str, *, at_least: tuple[int, int]) -> None:

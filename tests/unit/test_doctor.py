@@ -1,8 +1,14 @@
-"""The doctor's arithmetic: buckets as they are made, steps as an event queue has them, links, verdicts."""
+"""The doctor's arithmetic: buckets as they are made, steps as an event queue has them, links, verdicts.
+
+And what it finds wrong with an installation.
+"""
 
 from __future__ import annotations
 
+import json
+from importlib.metadata import Distribution, PathDistribution
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +19,11 @@ from hypothesis import strategies as st
 from onebit import OnebitAdam
 from onebit.cli.doctor import links, samples
 from onebit.cli.doctor.contenders import METHODS, WARMUP_STEPS, EmulatedModel
+from onebit.cli.doctor.installation import examine
 from onebit.cli.doctor.links import Link, Node, rounds, slow
 from onebit.cli.doctor.prediction import Line, Schedule, StepCost, predict, shapes_of, verdict
-from onebit.comm import SimTransport, run_ranks
+from onebit.comm import SimTransport, kernels, run_ranks, torch_versions
+from onebit.version import VERSION
 
 DDP = next(m for m in METHODS if m.name == "DDP float32")
 ONEBIT = next(m for m in METHODS if m.name == "OnebitAdam")
@@ -224,3 +232,67 @@ def test_the_verdict_says_why_not() -> None:
     fast = verdict({"DDP float32": 0.2, "DDP bfloat16": 0.1}, {"OnebitAdam": 0.15}, 0.0)
     assert not fast.pays and "fast for its processors" in fast.text and "0.15 s against 0.1 s" in fast.text
     assert not verdict({"DDP float32": 1.0}, {"OnebitAdam": 0.96}, 0.0).pays  # less than 5 %
+
+
+# ---------------------------------------------------------------- the installation
+
+
+def installed(site: Path, *, version: str = VERSION, url: object = None, requires: str = "") -> Distribution:
+    """What an installer writes beside a package, without the package."""
+    folder = site / f"onebit-{version}.dist-info"
+    folder.mkdir(parents=True)
+    requirement = f"Requires-Dist: {requires}\n" if requires else ""
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: onebit\nVersion: {version}\n{requirement}\n")
+    (folder / "INSTALLER").write_text("pip\n")
+    if url:
+        (folder / "direct_url.json").write_text(json.dumps(url))
+    return PathDistribution(folder)
+
+
+def wrong_with(package: Path, *found: Distribution) -> str:
+    """Problems other than those of this machine itself."""
+    here = examine({}, package=package, found=()).problems
+    return "\n".join(line for line in examine({}, package=package, found=found).problems if line not in here)
+
+
+def test_sound_installations(tmp_path: Path) -> None:
+    wheel, checkout = installed(tmp_path / "a site"), tmp_path / "my code"
+    editable = installed(tmp_path / "b", url={"url": checkout.as_uri(), "dir_info": {"editable": True}})
+    for package, found, said in (
+        (tmp_path / "a site" / "onebit", (wheel,), f"{VERSION} by pip, in {tmp_path}/a site"),
+        (checkout / "onebit", (editable,), f"{VERSION} by pip, editable, in {checkout}"),
+        (checkout / "onebit", (), f"not by an installer: imported from {checkout}"),
+    ):
+        assert wrong_with(package, *found) == ""
+        assert examine({}, package=package, found=found).facts["installed"].startswith(said)
+
+
+def test_what_is_wrong_with_an_installation_is_a_sentence(tmp_path: Path) -> None:
+    one, two, old = installed(tmp_path / "1"), installed(tmp_path / "2"), installed(tmp_path / "3", version="0.0.9")
+    assert f"imported from {tmp_path}/x, but installed in {tmp_path}/1" in wrong_with(tmp_path / "x" / "onebit", one)
+    assert f"installed again in {tmp_path}/2" in wrong_with(tmp_path / "1" / "onebit", one, two)
+    assert f"files are those of onebit {VERSION}, the installer wrote 0.0.9" in wrong_with(tmp_path / "3/onebit", old)
+
+
+def test_a_library_that_is_too_old_for_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = installed(tmp_path / "1", requires='rich>=999.1; extra == "train"')
+    assert "is older than 999.1: pip install --upgrade 'onebit[train]'" in wrong_with(tmp_path / "1" / "onebit", one)
+    monkeypatch.setattr("onebit.cli.doctor.installation.util.find_spec", lambda name: None)
+    assert examine({}, package=tmp_path / "1" / "onebit", found=[one]).facts["absent"] == "rich (onebit[train])"
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.BACKENDS["triton"], "why_not", lambda: "")
+    said = examine({"TRITON_CACHE_DIR": str(tmp_path / "new")}, found=())
+    assert f"triton {tmp_path}/new (writable)" in said.facts["caches"] and "TRITON_CACHE_DIR" not in str(said.problems)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    (problem,) = (line for line in examine({}, found=()).problems if "cache" in line or "TRITON" in line)
+    assert "is not writable, so triton compiles its kernels in every process: set TRITON_CACHE_DIR" in problem
+
+
+def test_kernels_of_another_version_and_an_untested_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.BACKENDS["cpu"], "why_not", lambda: "_kernels.so has ABI 8 and this package needs 9")
+    monkeypatch.setattr(torch_versions, "NEWEST", (1, 9))
+    said = examine({}, found=())
+    assert "_kernels.so has ABI 8 and this package needs 9" in said.problems
+    assert any(f"torch {torch.__version__} is newer than what onebit {VERSION} was tested" in s for s in said.problems)

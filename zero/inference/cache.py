@@ -31,7 +31,7 @@ class StaticCache:
 
 
 class CacheView:
-    """What a model gets as `past_key_values` or `cache`: of transformers' caches it has `update` and `get_seq_length`."""
+    """What a model gets as `past_key_values` or `cache`: of transformers' caches: `update`, `get_seq_length`."""
 
     is_compileable = True
 

