@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -49,6 +50,7 @@ from .layout.flat import lay_out
 from .layout.masks import read_masks
 from .membership.change import change
 from .membership.members import Members
+from .membership.residuals import residual_norm
 from .model_parallel import ModelParallelGroup, detach_version_, local
 from .rule import Rule
 from .step.bucket_step import Arrived, Decision
@@ -68,6 +70,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
+
+_NORM = struct.Struct("<d")
+"""Of this rank's residuals: the note of a vote among members that come and go."""
 
 
 class CommonOptions(SharedOptions, total=False):
@@ -580,7 +585,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _cast(self, scale: float, resends: bool, *, in_float64: bool = False) -> Ballot:
         """Send this rank's vote. The sums for clipping are computed on the device, unless in_float64."""
-        (header, mine), sums = self._own_vote(self.buckets, resends=resends), None
+        note = b"" if self._members is None else _NORM.pack(residual_norm(self.buckets))
+        (header, mine), sums = self._own_vote(self.buckets, resends=resends, note=note), None
         if self._estimates_norm:
             if in_float64 or self.model_parallel_group.whole.world_size > 1:
                 norm_squared, product = self._norm.own_sums(scale)
@@ -597,6 +603,9 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             are_true = ballot.read(flags)
         if is_news:
             self._change_is_due |= any(vote.summary.changes for vote in ballot.votes)
+            if self._members is not None:
+                norms = [norm for vote in ballot.votes for norm in _NORM.unpack(vote.note)]
+                self._members.hear_residuals(norms, self.buckets)
         if is_news and self._watch.is_on:
             self._watch.note([vote.summary.gradients for vote in ballot.votes])
             self._watch.look(self.buckets.params)

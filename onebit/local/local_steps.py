@@ -323,6 +323,8 @@ class LocalSteps(Wrapped):
             changes=self._members is not None and self._members.is_awaited(),
         )
         self._change_is_due = any(vote.changes for vote in ballot.votes)
+        if self._members is not None:
+            self._members.hear_residuals([vote.residual_norm for vote in ballot.votes], self.buckets)
         self.steps, interval = ballot.agreed.step, self.policy.decide(ballot.agreed)
         self.rounds.send(fragment, ballot, spoilt, is_delayed=is_delayed)
         self.is_round_due = False

@@ -18,7 +18,7 @@ from ..agreement.wrappers import NOT_COMPARED
 from ..comm import Transport
 from ..comm.messages import gather_bytes, raise_on_all_ranks
 
-_FIXED = struct.Struct("<qqq??Bdd8s")
+_FIXED = struct.Struct("<qqq??Bddd8s")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RoundVote:
     it has a residual of earlier rounds. tokens: its training data since the last round, from `add_tokens`.
     step_s: see `Balance`. gradients: see `wrappers.gradient_digest`. edit: a replaced parameter that this rank has
     found in its groups, for the error; for another rank, whether there is one.
-    changes: newcomers wait to be let in, among members that come and go.
+    changes: newcomers wait to be let in, among members that come and go. residual_norm: see `membership/residuals.py`.
     keeps: by group, the product of the weight decays since the last round. decays: by parameter, whether it had a
     gradient in every step since then: only then has the inner optimizer decayed it each time.
     """
@@ -48,20 +48,23 @@ class RoundVote:
     edit: str = ""
     changes: bool = False
     synced_at: int = 0
+    residual_norm: float = 0.0
 
     def to_bytes(self) -> bytes:
         flags = self.is_present, self.is_finished, self.owes | bool(self.edit) << 1 | self.changes << 2
-        fixed = _FIXED.pack(self.step, self.interval, self.synced_at, *flags, self.tokens, self.step_s, self.gradients)
+        numbers = self.tokens, self.step_s, self.residual_norm
+        fixed = _FIXED.pack(self.step, self.interval, self.synced_at, *flags, *numbers, self.gradients)
         bits = sum(1 << k for k, decays in enumerate(self.decays) if decays)
-        numbers = struct.pack(f"<{len(self.keeps)}d", *self.keeps)
-        return fixed + numbers + bits.to_bytes(-(-len(self.decays) // 8), "little")
+        keeps = struct.pack(f"<{len(self.keeps)}d", *self.keeps)
+        return fixed + keeps + bits.to_bytes(-(-len(self.decays) // 8), "little")
 
     @classmethod
     def from_bytes(cls, data: bytes, groups: int, parameters: int) -> RoundVote:
         end = _FIXED.size + 8 * groups
         keeps, bits = struct.unpack(f"<{groups}d", data[_FIXED.size : end]), int.from_bytes(data[end:], "little")
         decays = tuple(bool(bits >> k & 1) for k in range(parameters))
-        step, interval, synced_at, is_present, is_finished, flags, tokens, step_s, gradients = _FIXED.unpack_from(data)
+        step, interval, synced_at, is_present, is_finished, flags, *numbers, gradients = _FIXED.unpack_from(data)
+        tokens, step_s, norm = numbers
         owes, edit = bool(flags & 1), "something" if flags & 2 else ""
         changes = bool(flags & 4)
         return cls(
@@ -78,6 +81,7 @@ class RoundVote:
             edit,
             changes,
             synced_at,
+            norm,
         )
 
 
@@ -128,7 +132,7 @@ def cast_votes(
 ) -> Ballot:
     """Exchange the votes. All ranks. Raises DesyncError, and RuntimeError if a rank's groups were edited.
 
-    local_size: ranks of a node. is_balanced: ranks take unlike numbers of steps (`Balance`). Sends 51 bytes, 8 for each
+    local_size: ranks of a node. is_balanced: ranks take unlike numbers of steps (`Balance`). Sends 59 bytes, 8 for each
     group and a bit for each parameter to each peer.
     """
     messages = gather_bytes(transport, mine.to_bytes(), device)

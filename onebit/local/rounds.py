@@ -18,6 +18,7 @@ import torch
 from .. import comm
 from ..agreement.wrappers import NOT_COMPARED, are_alike, gradient_digest, refuse_wrapper, warn_of_averaging
 from ..comm import ExchangeTask, Transport
+from ..membership.residuals import residual_norm
 from ..model_parallel import ModelParallelGroup
 from ..step.stats import WaitClock
 from .balance import Balance, divide_steps
@@ -116,6 +117,7 @@ class Rounds:
             edit,
             changes,
             fragment.synced_at,
+            residual_norm(self._buckets) if self._transport.ranks_change else 0.0,
         )
         device = self._buckets[0].device if self._buckets else torch.device("cpu")
         with self._waited.running():

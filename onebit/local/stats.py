@@ -29,6 +29,8 @@ class LocalStats:
         weight: This rank's weight in the last round.
         shadow_rounds: Rounds of other ranks in which this rank took part after its last batch (`join`).
         dropped_states: Parameters whose inner state was reset, because it was not finite or stopped them from moving.
+        lost_residuals: Number of errors that went with lost members (`onebit.membership`).
+        lost_residual_norm: Sum of the norms of what these would have added to the mean, as of the members' last votes.
     """
 
     phase: str = "local"
@@ -44,6 +46,8 @@ class LocalStats:
     weight: float = 1.0
     shadow_rounds: int = 0
     dropped_states: int = 0
+    lost_residuals: int = 0
+    lost_residual_norm: float = 0.0
 
     def count_round(self, ballot: Ballot, interval: int) -> None:
         """Count a round with these votes. interval: steps to the next one."""

@@ -8,6 +8,7 @@
 
 A member is a rank. `rendezvous.py` agrees on the members, `members.py` is the transport between the current ones, and
 `change.py` brings an optimizer from one set of members to the next, `sampler.py` the order of the data.
+`residuals.py` counts what is lost, and
 `published.py` is what onlookers may know.
 """
 

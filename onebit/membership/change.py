@@ -9,7 +9,7 @@ If another member is lost meanwhile, this begins again at 2. Nothing is written 
 
 Every rank counts 1/W in a mean, so a residual e becomes e·W'/W: values that the remaining members have not sent yet
 keep their weight. A server error of elements that this rank no longer owns is added to its worker error, times W',
-without any traffic. The residuals of lost members are lost.
+without any traffic. The residuals of lost members are lost, and counted (`residuals.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ..usage.contract import Group, State
 from .members import Members, Standing, Travels
 from .published import Waits
 from .rendezvous import MembershipError
+from .residuals import NOTHING_LOST, Loss
 from .sampler import MemberSampler
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class Change:
             their next step. Default False.
         lost: Names of the members that are gone. Default ().
         joined: Names of the members that are new. Default ().
+        gone: Residuals that lost members took with them. Default: none.
         sent_bytes: Bytes that this rank has sent for the change. Default 0.
         seconds: Duration of the change. Default 0.
     """
@@ -114,6 +116,7 @@ class Change:
     is_back: bool = False
     lost: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
+    gone: Loss = NOTHING_LOST
     sent_bytes: int = 0
     seconds: float = field(default=0.0, compare=False)
 
@@ -188,9 +191,12 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
     """
     began, before, sent = time.monotonic(), members.roster, members.sent_bytes
     took_step = is_back = False
+    without = set[str]()  # members that are back, and new ones
     while True:
         steps = optimizer.progress()[0]
-        why = _enter_next(optimizer, members, why)
+        why, standing = _enter_next(optimizer, members, why)
+        assert members.roster is not None
+        without |= {name for name, its in zip(members.roster.names, standing, strict=True) if not its.has_state}
         is_back |= not members.has_state and before is not None
         took_step |= optimizer.progress()[0] > steps and not is_back
         members.has_state = True
@@ -202,14 +208,22 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
     assert members.roster is not None
     names, last = members.roster.names, () if before is None else before.names
     lost, joined = (tuple(n for n in a if n not in b) for a, b in ((last, names), (names, last)))
-    found = Change(took_step, is_back, lost, joined, members.sent_bytes - sent, time.monotonic() - began)
+    gone = members.take_residuals(sorted({*lost, *without}))
+    optimizer.stats.lost_residuals += gone.elements
+    optimizer.stats.lost_residual_norm += gone.norm
+    found = Change(took_step, is_back, lost, joined, gone, members.sent_bytes - sent, time.monotonic() - began)
     members.rendezvous.note_change(optimizer, found.seconds, "" if why is None else str(why))
     _report(members, found, optimizer.steps_taken(), why)
     return found
 
 
-def _enter_next(optimizer: Changing, members: Members, why: PeerError | None) -> PeerError | None:
-    """Bring this member and its optimizer into the next epoch that begins. Returns the last error that ended one."""
+def _enter_next(
+    optimizer: Changing, members: Members, why: PeerError | None
+) -> tuple[PeerError | None, list[Standing]]:
+    """Bring this member and its optimizer into the next epoch that begins.
+
+    Returns the last error that ended one, and what the members of the new one have told.
+    """
     own = optimizer.leave_world()
     sampler = _sampler_of(members)
     data = [] if sampler is None else sampler.leave_world()
@@ -235,7 +249,7 @@ def _enter_next(optimizer: Changing, members: Members, why: PeerError | None) ->
     if sampler is not None:
         sampler.enter_world(standing)
     members.rendezvous.begin()
-    return why
+    return why, standing
 
 
 def _sampler_of(members: Members) -> MemberSampler | None:
@@ -347,6 +361,8 @@ def _report(members: Members, found: Change, steps: int, why: PeerError | None) 
     assert members.roster is not None
     if members.rank == 0:
         lost = f"; lost: {', '.join(found.lost)} ({why})" if found.lost else ""
+        if found.gone.elements:
+            lost += f", with {found.gone.elements} residuals, of norm {found.gone.norm:.3g} in the mean"
         joined = f"; joined: {', '.join(found.joined)}" if found.joined else ""
         log.info(
             "epoch %d from step %d on, of %d members, after %.2f s%s%s",

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..comm import PeerError, SimTransport, Transport
 from ..comm.transports.base import Channel, Work
 from .rendezvous import Rendezvous, Roster
+from .residuals import Loss, Residual, Residuals
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Members(Transport):
         self.has_state = False
         self.lost = self.joined = 0
         self.travels: Mapping[str, Travels] = {}
+        self._residuals = Residuals()
         self._now: Transport = SimTransport()
         self._sent_before = self._sent_before_inter_node = 0
         self._channels: list[Channel] = []  # of the epoch, in the order in which they were made
@@ -119,6 +121,20 @@ class Members(Transport):
         """Warn that a call between two steps was given up; the members meet before the next step. Returns the error."""
         log.warning("%s: %s was given up, as a member is lost: %s", self.rendezvous.name, call, error)
         return error
+
+    def hear_residuals(self, norms: Sequence[float], buckets: Sequence[Residual]) -> None:
+        """Remember the norms of all members' residuals. Called with each vote.
+
+        Args:
+            norms: `residual_norm` of each rank.
+            buckets: This rank's buckets, laid out for the current members.
+        """
+        assert self.roster is not None
+        self._residuals.hear(self.roster.epoch, self.roster.names, norms, buckets)
+
+    def take_residuals(self, lost: Sequence[str]) -> Loss:
+        """Forget the residuals of these members, and return their size."""
+        return self._residuals.take(lost)
 
     # ---------------------------------------------------------------- the transport of the epoch
 

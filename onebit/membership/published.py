@@ -77,9 +77,11 @@ def here(epoch: int) -> str:
 
 
 class Waits(Protocol):
-    """An optimizer's figures of its last step."""
+    """An optimizer's figures of its last step, and of what lost members took with them."""
 
     comm_ms: float
+    lost_residuals: int
+    lost_residual_norm: float
 
 
 class Watched(Protocol):

@@ -34,6 +34,8 @@ class Stats:
             max_grad_norm, and if the step was skipped.
         resent_steps: Number of steps that were sent twice so far.
         shadow_steps: Number of steps of other ranks in which this one has taken part without batches so far (`join`).
+        lost_residuals: Number of errors that went with lost members so far (`onebit.membership`).
+        lost_residual_norm: Sum of the norms of what these would have added to the mean, as of the members' last votes.
     """
 
     phase: str = "warmup"
@@ -46,6 +48,8 @@ class Stats:
     grad_norm: float | None = None
     resent_steps: int = 0
     shadow_steps: int = 0
+    lost_residuals: int = 0
+    lost_residual_norm: float = 0.0
 
 
 @dataclass

@@ -360,6 +360,15 @@ class ElasticOracle(OnebitAdamOracle):
             errors[rank] += len(names) * np.where(owner_now == rank, 0.0, mine)
         self.names, self.workers, self.worker_error, self.server_error = names, len(names), errors, server
 
+    def share(self, name: str, owner: np.ndarray) -> np.ndarray:
+        """What a member's residuals add to the mean."""
+        rank = self.names.index(name)
+        return self.worker_error[rank] / self.workers + np.where(owner == rank, self.server_error, 0.0)
+
+    def residual(self, owner: np.ndarray) -> np.ndarray:
+        """What all residuals add to it."""
+        return sum(self.share(name, owner) for name in self.names)
+
 
 def owners(optimizer: onebit.OnebitAdam) -> np.ndarray:
     """The rank that averages each element of the parameters."""
@@ -375,8 +384,8 @@ FREEZE, STEPS, LR = 12, 34, 0.03
 
 def elastic(
     members: Members, hub: Hub, leaves: dict[str, int], newcomers: int
-) -> tuple[list[tuple[str, ...]], list[np.ndarray], np.ndarray]:
-    """The members of each step, who averaged what in it, and the parameters after the last."""
+) -> tuple[list[tuple[str, ...]], list[np.ndarray], np.ndarray, tuple[int, float]]:
+    """The members of each step, who averaged what in it, the parameters after the last, and the residuals lost."""
     name = members.rendezvous.name
     params = [nn.Parameter(p.clone()) for p in split(torch.from_numpy(start()).float())]
     optimizer = onebit.OnebitAdam(
@@ -396,27 +405,40 @@ def elastic(
         owned.append(owners(optimizer))
     if name in leaves:
         raise Killed
-    return rosters, owned, torch.cat([p.detach() for p in params]).double().numpy()
+    lost = optimizer.stats.lost_residuals, optimizer.stats.lost_residual_norm
+    return rosters, owned, torch.cat([p.detach() for p in params]).double().numpy(), lost
 
 
 @pytest.mark.parametrize(
     ("founders", "leaves", "newcomers"), [(4, {"b": 18, "c": 18}, ""), (2, {}, "cd"), (1, {}, "b"), (2, {"a": 22}, "")]
 )
 def test_equals_the_textbook_loop_whose_workers_change(founders: int, leaves: dict[str, int], newcomers: str) -> None:
-    """As `test_equals_the_textbook_loop`; powers of two alone, as sums of thirds cancel to another sign."""
+    """As `test_equals_the_textbook_loop`; powers of two alone, as sums of thirds cancel to another sign.
+
+    Residuals are carried over but for those of the lost, whose size is that of their last vote: they die after a step,
+    so it is that before this step.
+    """
     hub = Hub(founders)
     run = founded(hub, lambda members: elastic(members, hub, leaves, len(newcomers)), [INF] * founders)
     run.joined_by(newcomers)
     stayed = list(run.results.values())
-    rosters, owned, found = max(stayed, key=lambda its: len(its[0]))
+    rosters, owned, found, lost = max(stayed, key=lambda its: len(its[0]))
     assert len(set(rosters)) == 2 and all(np.array_equal(found, its[2]) for its in stayed)
     oracle = ElasticOracle(start(), len(rosters[0]), SIZES, dense=lambda step: step < FREEZE)
-    oracle.names = list(rosters[0])
+    oracle.names, norms = list(rosters[0]), dict[str, float]()
     for step, names in enumerate(rosters):
         if list(names) != oracle.names:
+            gone = [name for name in oracle.names if name not in names]
+            rest = oracle.residual(owned[step - 1]) - sum(oracle.share(name, owned[step - 1]) for name in gone)
+            elements = sum(len(oracle.x) + np.count_nonzero(owned[step - 1] == oracle.names.index(n)) for n in gone)
+            expected = elements, sum(norms[name] for name in gone)
             oracle.change(list(names), owned[step - 1], owned[step])
+            np.testing.assert_allclose(oracle.residual(owned[step]), rest, atol=1e-12, rtol=0)
+        norms |= {name: float(np.linalg.norm(oracle.share(name, owned[step]))) for name in names}
         oracle.step(np.stack([gradient(oracle.x, step, ord(name) - 97) for name in names]), LR)
     np.testing.assert_allclose(found, oracle.x, atol=2e-4, rtol=0)
+    assert lost[0] == expected[0]
+    np.testing.assert_allclose(lost[1], expected[1], rtol=2e-3)  # float32 against float64
 
 
 @pytest.mark.parametrize(("founders", "leaves", "newcomers"), [(3, {"b": 8}, ""), (2, {}, "cd"), (2, {"a": 10}, "")])
@@ -461,6 +483,31 @@ def test_local_steps_are_those_of_the_members_of_each_round(
             each.append(w)
         x = np.mean(each, axis=0)
     np.testing.assert_allclose(found, x, atol=1e-5, rtol=0)
+
+
+def test_the_residuals_of_a_member_that_is_lost_between_rounds_are_counted() -> None:
+    """As the last vote had them: nothing is sent between rounds. The lost one computes its own."""
+
+    def work(members: Members) -> tuple[int, float]:
+        def before_step(optimizer: onebit.LocalSteps) -> None:
+            if optimizer.steps_taken() == 7:
+                own[members.rendezvous.name] = [(x.ef.worker.clone(), x.ef.server.clone()) for x in optimizer.buckets]
+            if members.rendezvous.name == "b" and optimizer.steps_taken() == 14:
+                raise Killed
+
+        stats = trained(members, 20, local, before_step)[1].stats
+        return stats.lost_residuals, stats.lost_residual_norm
+
+    own: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    run = founded(Hub(2), work, [INF, INF]).join()
+    ((elements, norm),) = run.results.values()
+    squares = 0.0
+    for worker, server in own["b"]:
+        share = worker.double() / 2
+        share.view(2, -1)[1] += server.double()
+        squares += float(share.square().sum())
+    numel = sum(p.numel() for p in net().parameters())
+    assert numel < elements <= 2 * numel and norm == pytest.approx(squares**0.5, rel=1e-4) and norm > 0
 
 
 def test_a_newcomer_has_the_learning_rate_of_the_others() -> None:
