@@ -29,6 +29,7 @@ TITLES = {
     "peers": "peers that die, stop, lag, skip, repeat",
     "runs": "runs that are killed and resumed",
     "members": "members that come and go",
+    "simulated": "a thousand changes of simulated members",
     "cables": "cables that are cut or slow",
 }
 _SHIM_FOLDER = "FAULTS_SHIM"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from member_runs import Hub, Killed, Run, founded
+from faults.member_runs import Hub, Killed, Run, founded
 from test_membership import await_newcomers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset

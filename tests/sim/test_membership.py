@@ -8,13 +8,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from random import Random
 from typing import Any, TypeAlias
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from member_runs import Hub, Killed, founded
+from faults import simulated
+from faults.case import AS_PROMISED, Tools
+from faults.member_runs import Hub, Killed, founded
 from test_onebit_adam import SIZES, gradient, split, start
 from torch import Tensor, nn
 
@@ -259,6 +263,22 @@ def random_changes(seed: int, make: Make, steps: int = 80) -> None:
     assert run.results
     params = [found for _, found in run.results.values()]
     assert all(torch.equal(params[0], other) for other in params)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        ("OnebitAdam", 0),
+        ("LocalSteps", 0),
+        *(pytest.param(kind, seed, marks=pytest.mark.thorough) for kind in simulated.KINDS for seed in (1, 2)),
+    ],
+)
+def test_drawn_schedules_of_changes_end_as_promised(kind: str, seed: int, tmp_path: Path) -> None:
+    """Kills, stops, cuts, joins, two at once, amid a join, amid a change, without the rendezvous."""
+    outcomes = list(simulated.changes(kind, Tools(Random(seed), tmp_path), 12))
+    assert len(outcomes) == 13 and {its.verdict for its in outcomes} == {AS_PROMISED}, outcomes[-1]
 
 
 def test_members_that_are_too_few_wait_for_others(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Runs of simulated members that come and go, for test_membership.py: threads over one store, a network each epoch."""
+"""Runs of simulated members that come and go: threads over one store, a network each epoch."""
 
 from __future__ import annotations
 
