@@ -41,7 +41,7 @@ from .guards import Guard
 from .monitor import WallClock, Writer
 from .pipeline import run as pipeline
 from .pipeline.huggingface import pair_of
-from .pipeline.layers import Loss
+from .pipeline.layers import Loss, Stage, parts_of
 from .precision import LossScale, ScaleState, cast_floats, loss_scale, widen_batch_norms
 
 log = logging.getLogger(__name__)
@@ -297,6 +297,7 @@ class Engine:
         self.train()
         for feature in self.active_features:
             batches = feature.batches(self, batches)
+        batches = self._pieces(batches)
         if self.pipeline is None:
             losses = []
             for inputs, target in batches:
@@ -353,7 +354,13 @@ class Engine:
             raise ValueError(
                 "reduce_output=None gives a list of losses, which stays on the last stage: pass bcast_loss=False"
             )
+        if not compute_loss and reduce_output == "avg" and self.grid.shape.sequence > 1:
+            raise ValueError(
+                f"rank {self.grid.world.rank}: outputs of split sequences are pieces, which have no mean; pass "
+                "reduce_output=None, and put them together by Pieces.join"
+            )
         batches, was_training = self._take_batches(data_iter, num_micro_batches), self.module.training
+        batches = self._pieces(batches)
         last: object = None
 
         def judge(output: object, target: object) -> object:
@@ -409,6 +416,11 @@ class Engine:
         inputs, target = tree_map(lambda x: x.to(self.grid.device) if isinstance(x, Tensor) else x, (inputs, target))
         is_low = self.config.dtype != torch.float32
         return cast_floats(inputs, self.config.dtype) if is_low else inputs, target
+
+    def _pieces(self, batches: list[pipeline.Batch]) -> list[pipeline.Batch]:
+        """Return this rank's pieces if layers or stages split sequences; other models cut their own."""
+        stage = parts_of(self.module)[0]
+        return stage.cut(batches) if isinstance(stage, Stage) else batches
 
     def _own_batches(self) -> Iterator[pipeline.Batch]:
         """Return the given iterator, or else the loader's batches, from its current position."""

@@ -148,10 +148,6 @@ def shape_of(
             f"{shape.sequence} ranks cannot share each sequence: expected a divisor of the {shape.data_ranks} data "
             f"ranks of a grid of {shape}"
         )
-    if shape.sequence > 1 and shape.size("pipe") > 1:
-        raise ValueError(
-            f"a grid of {shape}: a pipeline's stages cannot split sequences over ranks; leave out pipe= or sequence="
-        )
     return shape
 
 

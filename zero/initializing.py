@@ -122,7 +122,8 @@ def initialize(
     loss_fn, stages = (huggingface.loss_of(model), {}) if huggingface.is_decoder(model) else (None, {})
     if isinstance(model, PipelineModule):
         model.is_filled_later = weights is not None
-        loss_fn, stages = model.loss_fn, pipeline.build_stages(model, read.pipeline, grid)
+        loss_fn = model.loss_fn if grid.shape.sequence == 1 else model.loss_of_pieces
+        stages = pipeline.build_stages(model, read.pipeline, grid)
         model = next(iter(stages.values())) if len(stages) == 1 else Stages(list(stages.values()))
     elif read.zero_optimization.offload_param.device == "none":
         to_device(model, grid.device)

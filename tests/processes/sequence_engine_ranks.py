@@ -120,9 +120,6 @@ def refused() -> dict[str, str]:
     note("ranks", lambda: start("stage 1", 3))
     note("local", local({"local_steps": {"every": 2}}, DENSE))
     note("0/1", local({}, {"type": "ZeroOneAdam", "params": {"lr": 1e-3, "local_step_clipper": "auto"}}))
-    note(
-        "stages", lambda: zero.initialize(model=decoder(), config=config_of("stage 1", 2) | {"pipeline": {"stages": 2}})
-    )
     split = zero.sequence_parallel(decoder(), engine.grid.sequence)
     note("twice", lambda: zero.initialize(model=split, config=config_of("stage 1", 2), grid=engine.grid))
     sparse = config_of("stage 1", 2) | {"sparse_attention": {"mode": "fixed", "block": 4}}

@@ -56,7 +56,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> 
         ("ranks", "4 ranks cannot be divided by the 3"),
         ("local", "need equal weights"),
         ("0/1", "need equal weights"),
-        ("stages", "the stages of a pipeline cannot split sequences"),
         ("twice", "are split already"),
         ("sparse", "sparse_attention needs whole sequences"),
     ],

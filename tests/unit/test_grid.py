@@ -112,6 +112,7 @@ def test_ranks_of_a_sequence_are_adjacent_data_ranks() -> None:
     assert GridShape((1, 4, 2, 1), sequence=4).along_sequence(5) == [4, 5, 6, 7]
     lines = {tuple(shape.along_sequence(rank)) for rank in range(16)}
     assert sorted(rank for line in lines for rank in line) == list(range(16))
+    assert [GridShape((2, 2, 2, 1), sequence=2).along_sequence(rank) for rank in (1, 6)] == [[0, 1], [6, 7]]
     assert shape.data_ranks == 8 and str(shape).endswith("sequence=2")
 
 
@@ -121,7 +122,7 @@ def test_ranks_of_a_sequence_are_adjacent_data_ranks() -> None:
         ({"shard": 2}, 3, "3 ranks cannot share each sequence: expected a divisor of the 4 data ranks"),
         ({"shard": 1, "tensor": 2}, 4, "a divisor of the 2 data ranks"),
         ({"shard": 2}, 0, "0 ranks cannot share"),
-        ({"shard": 1, "pipe": 2}, 2, "a pipeline's stages cannot split sequences"),
+        ({"shard": 1, "pipe": 2}, 4, "a divisor of the 2 data ranks"),
     ],
 )
 def test_sequences_that_the_data_ranks_do_not_divide_are_refused(sizes: dict, sequence: int, says: str) -> None:

@@ -135,11 +135,6 @@ class _TopLevel(Block):
                 'torch_autocast casts in the forward pass of a float32 model: enable neither "fp16" nor "bf16", nor '
                 "pipeline stages, with it"
             )
-        if self.sequence_ranks > 1 and self.pipeline.ranks > 1:
-            raise ValueError(
-                f"sequence_parallel_size is {self.sequence_ranks}, and pipeline.stages {self.pipeline.ranks}: the "
-                "stages of a pipeline cannot split sequences over ranks; leave one of them out"
-            )
         if self.curriculum_learning.enabled and self.data_efficiency.data_sampling.enabled:
             raise ValueError(
                 "curriculum_learning, the older block, and data_efficiency.data_sampling are both enabled; write the "

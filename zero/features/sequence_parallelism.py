@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from torch import nn
 
@@ -15,8 +15,10 @@ from ..config.whole import Config
 from ..feature import Asked, Feature
 from ..grid import Grid
 from ..parallel.tensor import splits_sequence
+from ..pipeline.layers import Stage, parts_of
 from ..sequence.models import check_splits, sequence_parallel
 from ..sequence.ranks import SequenceRanks
+from ..sequence.stages import Split, check_stages_split
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,8 @@ class SequenceParallelism(Feature):
                 f"rank {asked.rank}: sequence_parallel_size is {config.sequence_ranks}, and {other} needs whole "
                 "sequences on each rank; leave one of them out"
             )
-        check_splits(asked.outline, asked.rank)
+        check = check_stages_split if isinstance(asked.outline, Stage) else check_splits
+        check(asked.outline, asked.rank)
         return cls(config)
 
     def prepare(self, model: nn.Module, grid: Grid, *, is_part: bool) -> None:
@@ -72,7 +75,12 @@ class SequenceParallelism(Feature):
         codec = None if given.codec is None else codec_named(given.codec, given.block)
         levels = SequenceRanks.of(grid.sequence, given.ulysses_degree)
         grid.close_first(levels)
-        sequence_parallel(model, levels, codec=codec)
+        if is_part:
+            split = Split(levels, codec)  # one of all stages of this rank
+            for stage in parts_of(model):
+                cast(Stage, stage).split_sequences(split)
+        else:
+            sequence_parallel(model, levels, codec=codec)
 
 
 def _replicas_differ(config: Config) -> bool:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 
 from ..config.sections import Pipelining
+from ..sequence.huggingface import split_stage
+from ..sequence.stages import Split, TargetPiece
 from .layers import Loss, PipelineModule, Stage
 from .run import Batch, chunks_of
 
@@ -50,7 +52,10 @@ def loss_of(model: object) -> Loss:
 
     def loss(output: object, labels: object) -> Tensor:
         logits = getattr(output, "logits", output)
-        found: Tensor = own.loss_function(logits=logits, labels=labels, vocab_size=own.config.vocab_size)
+        given: dict[str, object] = {"labels": labels}
+        if isinstance(labels, TargetPiece):
+            given = {"labels": None, "shift_labels": labels.target, "num_items_in_batch": labels.tokens}
+        found: Tensor = own.loss_function(logits=logits, vocab_size=own.config.vocab_size, **given)
         return found
 
     return loss
@@ -92,6 +97,10 @@ class DecoderPipeline(PipelineModule):
     def _base(self) -> Any:
         return getattr(self._model, self._model.base_model_prefix)
 
+    @property
+    def loss_of_pieces(self) -> Loss:
+        return self.loss_fn
+
     def outline(self) -> Any:
         return self._model
 
@@ -128,6 +137,7 @@ class DecoderStage(Stage):
         self._modules = model._modules  # one table of children for both, so that whoever replaces one finds it
         self._model, self._blocks = (model,), list(layers)  # a tuple and a list: not children a second time
         self._is_first, self._is_last = is_first, is_last
+        self.split = None
         self._init_weights = cast(Any, model)._init_weights  # `materialize` computes tables of rotations by it
 
     def forward(self, *inputs: object) -> object:
@@ -137,6 +147,13 @@ class DecoderStage(Stage):
         if self._is_last:
             return model(**given).logits
         return getattr(model, model.base_model_prefix)(**given).last_hidden_state
+
+    def split_sequences(self, split: Split) -> None:
+        self.split = split
+        split_stage(self._model[0], split.ranks, split.codec, lambda: split.pieces)
+
+    def cut(self, batches: list[Batch]) -> list[Batch]:
+        return batches if self.split is None else self.split.cut(batches, shifts=True)
 
     def train(self, mode: bool = True) -> DecoderStage:
         self._model[0].train(mode)

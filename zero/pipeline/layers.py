@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..activations import checkpoint
+from ..sequence.stages import Batch, ComputesPieces, Split, TargetPiece
 
 _log = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class Stage(nn.Module):
         self._calls = [(first + k, call, takes_tuple(call)) for k, call in enumerate(calls)]
         self._interval, self._recompute = interval, recompute or checkpoint
         self._may_recompute = may_recompute or [True] * len(self._calls)
+        self.split: Split | None = None
 
     def forward(self, *inputs: object) -> object:
         """Run the layers in sequence. `takes_tuple` decides how a layer gets a tuple. A single input is no tuple."""
@@ -141,6 +143,17 @@ class Stage(nn.Module):
         if isinstance(value, tuple) and len(value) == 1:
             return value[0], torch.zeros(_MARK, dtype=torch.bool, device=value[0].device)
         return value
+
+    def split_sequences(self, split: Split) -> None:
+        """From now on compute pieces of sequences, of the batches that `cut` returns."""
+        self.split = split
+        for module in self.modules():
+            if isinstance(module, ComputesPieces):
+                module.compute_pieces(split)
+
+    def cut(self, batches: list[Batch]) -> list[Batch]:
+        """This rank's pieces of whole micro-batches; the same batches if sequences are not split."""
+        return batches if self.split is None else self.split.cut(batches, shifts=False)
 
     def blocks(self) -> list[nn.Module]:
         """The untied layers with parameters, which may be gathered one at a time."""
@@ -300,6 +313,16 @@ class PipelineModule:
         self.is_filled_later = False  # set by `initialize(weights=...)`: specs are then built on "meta"
         self._whole: Stage | None = None
         self._check_timing(partition_method)
+
+    @property
+    def loss_of_pieces(self) -> Loss:
+        """The loss of a `TargetPiece`, for split sequences: loss_fn is a mean in which each token counts once."""
+
+        def loss(output: object, piece: object) -> Tensor:
+            assert isinstance(piece, TargetPiece)
+            return self.loss_fn(output, piece.target) * (piece.target.shape[1] / piece.tokens)
+
+        return loss
 
     def outline(self) -> Stage:
         """All layers under their names, without values (device "meta") for those not built yet. Made once.

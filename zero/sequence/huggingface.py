@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-import zlib
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...comm import Codec
-from ...comm.messages import gather_texts
-from .ranks import SequenceRanks
+from .pieces import Pieces
+from .ranks import SequenceRanks, check_same
 from .ring import attention_by_sight
 from .sight import Sight
 
@@ -63,11 +63,16 @@ def check_splits(model: nn.Module, rank: int) -> None:
     if kinds - {"sliding_attention"} or getattr(model.config, "is_encoder_decoder", False):
         what = ", ".join(sorted(kinds)) or "an encoder and a decoder"
         raise ValueError(f"rank {rank}: {type(model).__name__} has {what}; its sequences cannot be split over ranks")
-    if mixing := next((name for name, each in model.named_modules() if isinstance(each, _MIXING)), None):
+    if mixing := find_mixing(model):
         raise ValueError(
             f"rank {rank}: {mixing} of {type(model).__name__} mixes tokens as attention does, and would see those of "
             "its own piece alone; the model's sequences cannot be split over ranks"
         )
+
+
+def find_mixing(model: nn.Module) -> str | None:
+    """Return the name of a layer that mixes tokens without attention, or None."""
+    return next((name for name, each in model.named_modules() if isinstance(each, _MIXING)), None)
 
 
 def split_sequences(model: Any, ranks: SequenceRanks, codec: Codec | None) -> None:
@@ -78,6 +83,43 @@ def split_sequences(model: Any, ranks: SequenceRanks, codec: Codec | None) -> No
         ranks: The ranks of the sequence.
         codec: Format in which keys and values travel; None: as they are.
     """
+    holder = _hold(model, ranks, codec)
+    model.register_forward_pre_hook(holder.cut, with_kwargs=True)
+    model.register_forward_hook(holder.finish)
+
+
+def split_stage(model: Any, ranks: SequenceRanks, codec: Codec | None, pieces: Callable[[], Pieces]) -> None:
+    """Split the sequences of a decoder that is one stage of a pipeline, in place. Its inputs are pieces already.
+
+    Args:
+        model: A causal decoder of transformers, without the layers of other stages.
+        ranks: The ranks of the sequence.
+        codec: Format in which keys and values travel; None: as they are.
+        pieces: Tells how the sequences under way are cut.
+    """
+    holder = _hold(model, ranks, codec)
+    # A stage before the last calls the base model alone.
+    model.base_model.register_forward_pre_hook(partial(holder.place, pieces), with_kwargs=True)
+
+
+def shifted_labels(
+    labels: Tensor, pieces: Pieces, rank: int, count: Tensor | int | None = None
+) -> tuple[Tensor, Tensor | float]:
+    """Return a rank's piece of the next tokens' labels, and by how many the sum of its losses is divided.
+
+    Args:
+        labels: [b, length]; those of -100 do not count.
+        pieces: How the sequences are cut.
+        rank: The rank.
+        count: Labels that count in the whole batch. Default None: those that do in this one.
+    """
+    labels = F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+    count = (labels != _IGNORED).sum() if count is None else count
+    return pieces.cut(labels, rank), count / pieces.world_size
+
+
+def _hold(model: Any, ranks: SequenceRanks, codec: Codec | None) -> _Holder:
+    """Let the attention modules of a model call the ring."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -92,8 +134,7 @@ def split_sequences(model: Any, ranks: SequenceRanks, codec: Codec | None) -> No
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _window_of_mask)
     model.set_attn_implementation(NAME)
-    model.register_forward_pre_hook(holder.cut, with_kwargs=True)
-    model.register_forward_hook(holder.finish)
+    return holder
 
 
 @dataclass(frozen=True)
@@ -152,6 +193,18 @@ class _Holder:
         self._labels = self._cut_labels(model, given) if "labels" in given else None
         return (), found
 
+    def place(
+        self, pieces: Callable[[], Pieces], base: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The hook before a stage's forward, whose arguments are of a piece: its positions."""
+        if (now := pieces()) != self.pieces:
+            self.pieces, self._sights = now, {}
+        _under_way.set(self)
+        x = next(named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None)
+        places = now.positions(self.ranks.rank, x.device).expand(x.shape[:2])
+        ones = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)  # as in `cut`
+        return args, named | {"position_ids": places, "attention_mask": ones}
+
     def sight(self, *, is_causal: bool, window: int | None) -> Sight:
         """What tokens see in a layer of the pass under way."""
         if (is_causal, window) not in self._sights:
@@ -193,26 +246,17 @@ class _Holder:
                 f"rank {self.ranks.rank}: it is not known how the loss of {kind} follows from pieces; leave labels "
                 "out, and compute it from the outputs"
             )
+        count = given.get("num_items_in_batch")
         if kind.endswith(_SHIFTED):
-            labels = F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
-        count = given.get("num_items_in_batch", (labels != _IGNORED).sum())
+            return shifted_labels(labels, self.pieces, self.ranks.rank, count)
+        count = (labels != _IGNORED).sum() if count is None else count
         return self.pieces.cut(labels, self.ranks.rank), count / self.pieces.world_size
 
     def _check(self, tokens: Tensor, given: Mapping[str, Any]) -> None:
         rank, length = self.ranks.rank, tokens.shape[1]
-        digest = 0
-        for x in (given[name] for name in sorted(given) if isinstance(given[name], Tensor)):
-            digest = zlib.crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), digest)
-        seen = gather_texts(self.ranks.transport, f"{tuple(tokens.shape)}, checksum {digest:08x}, and {sorted(given)}")
-        if other := next((its for its in enumerate(seen) if its[1] != seen[0]), None):
-            raise ValueError(
-                f"rank {rank}: all ranks of a sequence are called with the same whole batch; rank 0 has {seen[0]}, "
-                f"rank {other[0]} has {other[1]}"
-            )
-        if min(map(self.pieces.size, range(self.pieces.world_size))) == 0:
-            raise ValueError(
-                f"rank {rank}: a sequence of {length} tokens is too short for {self.pieces.world_size} ranks"
-            )
+        tensors = [given[name] for name in sorted(given) if isinstance(given[name], Tensor)]
+        check_same(self.ranks, tensors, f"{tuple(tokens.shape)} of {sorted(given)}")
+        self.pieces.check_length(rank)
         for name, x in given.items():
             if name in ("attention_mask", "labels", "position_ids", "num_items_in_batch") or isinstance(x, _PLAIN):
                 continue

@@ -54,6 +54,17 @@ class Pieces:
         """Return the number of a rank's tokens."""
         return self.sizes(rank // self.ulysses_degree)[rank % self.ulysses_degree]
 
+    def check_length(self, rank: int) -> None:
+        """Raise ValueError if a rank has no token.
+
+        Args:
+            rank: This rank, for the message.
+        """
+        if min(map(self.size, range(self.world_size))) == 0:
+            raise ValueError(
+                f"rank {rank}: a sequence of {self.length} tokens is too short for {self.world_size} ranks"
+            )
+
     def positions(self, rank: int, device: torch.device | None = None) -> Tensor:
         """Return the places of a rank's tokens in the sequence, int64 [size], ascending.
 

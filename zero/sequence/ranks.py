@@ -8,6 +8,8 @@ times.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...comm import Transport
+from ...comm.messages import gather_texts
 from .pieces import Pieces
 
 
@@ -73,6 +76,28 @@ class SequenceRanks:
         if self.heads is not None:
             self.heads.close()
             self.ring.close()
+
+
+def check_same(ranks: SequenceRanks, tensors: Iterable[Tensor], words: str) -> None:
+    """Check that all ranks of a sequence have the same batch. All of them call it; a few bytes compare checksums.
+
+    Args:
+        ranks: The ranks of the sequence.
+        tensors: Those of the batch.
+        words: What they are, which must be equal, too.
+
+    Raises:
+        ValueError: They differ; on all ranks.
+    """
+    digest = 0
+    for x in tensors:
+        digest = zlib.crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), digest)
+    seen = gather_texts(ranks.transport, f"{words}, checksum {digest:08x}")
+    if other := next((its for its in enumerate(seen) if its[1] != seen[0]), None):
+        raise ValueError(
+            f"rank {ranks.rank}: all ranks of a sequence are called with the same whole batch; rank 0 has {seen[0]}, "
+            f"rank {other[0]} has {other[1]}"
+        )
 
 
 def to_heads(x: Tensor, heads: Transport, sizes: list[int]) -> Tensor:

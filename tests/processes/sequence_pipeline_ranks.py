@@ -1,0 +1,182 @@
+"""What the ranks of test_sequence_pipeline.py do: two stages, and sequences over two ranks at each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pipeline_model import CONTEXT, VOCABULARY, WIDTH, Block, Positions
+from sequence_ranks import decoder
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from onebit import zero
+from onebit.comm import init
+from onebit.zero.sequence.stages import Split
+
+STEPS, RESUMED, ROWS = 4, 2, 8
+DENSE = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4}}
+ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 1e-3, "eps": 1e-4, "freeze_step": 99}}
+COMPRESSING = {"type": "OneBitAdam", "params": {"lr": 1e-3, "eps": 1e-4, "freeze_step": 2}}
+CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "llama, stage 0": ("llama", 0, DENSE, {}, {}),
+    "llama, stage 1": ("llama", 1, DENSE, {"schedule": "gpipe"}, {}),
+    "llama, stage 3": ("llama", 3, DENSE, {}, {}),
+    "llama, one bit": ("llama", 0, ONE_BIT, {}, {"warmup_codec": "fp32"}),
+    "windows": ("windows", 2, DENSE, {}, {}),
+    "gpt2": ("gpt2", 0, DENSE, {}, {}),
+    "heads divided": ("llama", 0, DENSE, {}, {"sequence": {"ulysses_degree": 2}}),
+    "layers": ("layers", 0, DENSE, {}, {}),
+    "layers, interleaved": ("layers", 1, DENSE, {"schedule": "interleaved"}, {}),
+    "layers, zero-bubble": ("layers", 0, DENSE, {"schedule": "zero-bubble"}, {}),
+    "compressed": ("llama", 0, COMPRESSING, {}, {"compression": "always"}),
+}
+"""Model, ZeRO stage, optimizer, and the blocks "pipeline" and "onebit"; all but the last equal AdamW in one process."""
+
+
+class PiecePositions(Positions):
+    split: Split | None = None
+
+    def compute_pieces(self, split: Split) -> None:
+        self.split = split
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.split is None else x + self.weight[self.split.positions(x.device)]
+
+
+class PieceBlock(Block):
+    split: Split | None = None
+
+    def compute_pieces(self, split: Split) -> None:
+        self.split = split
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.split is None:
+            return super().forward(x)
+        qkv = self.qkv(self.attention_norm(x))
+        q, k, v = qkv.view(*qkv.shape[:2], -1, 3, self.qkv.in_features // 2).permute(3, 0, 2, 1, 4)
+        x = x + self.attention_out(self.split.attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+
+
+def token_loss(logits: object, targets: object) -> Tensor:
+    assert isinstance(logits, Tensor)
+    assert isinstance(targets, Tensor)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def layers(block: type[nn.Module] = PieceBlock) -> zero.PipelineModule:
+    return zero.PipelineModule(
+        [
+            zero.LayerSpec(nn.Embedding, VOCABULARY, WIDTH),
+            zero.LayerSpec(PiecePositions if block is PieceBlock else nn.Identity),
+            *(zero.LayerSpec(block) for _ in range(2)),
+            zero.LayerSpec(nn.Linear, WIDTH, VOCABULARY),
+        ],
+        loss_fn=token_loss,
+        partition_method="uniform",
+    )
+
+
+def model_of(kind: str) -> Any:
+    if kind == "layers":
+        return layers()
+    if kind != "gpt2":
+        return decoder(in_windows=kind == "windows")
+    import transformers
+
+    torch.manual_seed(7)
+    off = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=97, n_embd=24, n_head=4, n_layer=2, n_positions=64, **off)
+    ).train()
+
+
+def dataset(kind: str) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    if kind == "layers":
+        ids = torch.randint(VOCABULARY, (STEPS * ROWS, CONTEXT), generator=generator)
+        return TensorDataset(ids[:, :-1], ids[:, 1:])
+    ids = torch.randint(1, 97, (STEPS * ROWS, 21), generator=generator)
+    labels = ids.clone()
+    labels[:, :5] = -100  # so that pieces count differently
+    return TensorDataset(ids, labels)
+
+
+def start(case: str, stages: int = 2, sequence: int = 2, **given: Any) -> Any:
+    kind, stage, optimizer, pipeline, ours = CASES[case]
+    config = {
+        "train_batch_size": ROWS,
+        "gradient_accumulation_steps": 2,
+        "sequence_parallel_size": sequence,
+        "optimizer": optimizer,
+        "zero_optimization": {"stage": stage},
+        "pipeline": pipeline | {"stages": stages},
+        "onebit": ours,
+    }
+    given = {"model": model_of(kind), "training_data": dataset(kind)} | given
+    return zero.initialize(config=config, **given)[0]
+
+
+def train(engine: Any, steps: int) -> list[float]:
+    return [float(engine.train_batch()) for _ in range(steps)]
+
+
+def two_stages(folder: str) -> None:
+    """Write what this rank finds to a file."""
+    torch.set_num_threads(1)
+    world = init("gloo", levels=1)
+    facts: dict[str, Any] = {}
+    for case in CASES:
+        engine = start(case)
+        facts[case] = {"data": engine.grid.data}
+        before = engine.eval_batch(iter([engine.loader.dataset[0:ROWS]] * 2))
+        facts[case] |= {"eval": float(before), "loss": train(engine, STEPS), "weights": engine.module_state_dict()}
+        if case in ("llama, stage 1", "layers", "compressed"):
+            first, second = start(case), start(case)
+            train(first, RESUMED)
+            first.save_checkpoint(f"{folder}/{case}")
+            second.load_checkpoint(f"{folder}/{case}")
+            again = train(second, STEPS - RESUMED) == facts[case]["loss"][RESUMED:]
+            pairs = zip(second.module_state_dict().values(), facts[case]["weights"].values(), strict=True)
+            facts[case]["resumed"] = again and all(torch.equal(a, b) for a, b in pairs)
+    facts["one stage"] = {}
+    engine = start("layers", stages=1, sequence=4)
+    facts["one stage"] = {"loss": train(engine, STEPS), "weights": engine.module_state_dict()}
+    torch.save(facts | {"refused": refused()}, f"{folder}/{world.rank}.pt")
+
+
+def refused() -> dict[str, str]:
+    words: dict[str, str] = {}
+
+    def note(name: str, act: Any) -> None:
+        try:
+            act()
+            words[name] = "nothing"
+        except ValueError as error:
+            words[name] = str(error)
+
+    note("no layer", lambda: start("layers", model=layers(Block)))
+    engine = start("layers")
+    rank, ids = engine.grid.world.rank, torch.ones(2, 6, dtype=torch.int64)
+    note("batches", lambda: engine.train_batch(iter([(ids + rank % 2, ids)] * 2)))
+    note("lengths", lambda: engine.train_batch(iter([(ids, ids[:, 1:])] * 2)))
+    note("short", lambda: engine.train_batch(iter([(ids[:, :1], ids[:, :1])] * 2)))
+    note("hidden", lambda: engine.train_batch(iter([(ids, ids - 101)] * 2)))
+    note("outputs", lambda: engine.eval_batch(iter([(ids, ids)] * 2), compute_loss=False))
+    return words
+
+
+def alone(kind: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The same batches by torch, in one process: losses and weights."""
+    built = layers().stages([range(5)])[0] if kind == "layers" else model_of(kind)
+    data = zero.data.ShardedLoader(dataset(kind), ROWS, rank=0, world_size=1)
+    optimizer, losses = torch.optim.AdamW(built.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.0), []
+    for ids, targets in data:
+        loss = token_loss(built(ids), targets) if kind == "layers" else built(input_ids=ids, labels=targets).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, built.state_dict()

@@ -1,0 +1,74 @@
+"""Stages of a pipeline with sequences split over ranks: they train as one process does."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_torchrun
+from sequence_pipeline_ranks import CASES, alone, two_stages
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("sequence")
+    run_torchrun(4, two_stages, str(folder), timeout_s=250).check()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", [*CASES, "one stage"])
+def test_it_equals_one_process_with_the_same_global_batch(ranks: list[dict[str, Any]], case: str) -> None:
+    """Weights and losses; of the compressed one, ranks agree to the bit.
+
+    A parameter is on the ranks of its stage, or on both if it is tied.
+    """
+    losses, weights = alone(CASES[case][0] if case in CASES else "layers")
+    for rank in ranks:
+        its = rank[case]
+        assert its["loss"] == ranks[0][case]["loss"]
+        if case != "compressed":
+            assert its["loss"] == pytest.approx(losses, abs=2e-5)
+            for name, x in its["weights"].items():
+                torch.testing.assert_close(x, weights[name], rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+        for other in ranks:
+            for name in its["weights"].keys() & other[case]["weights"].keys():
+                assert torch.equal(its["weights"][name], other[case]["weights"][name]), name
+    assert set().union(*(rank[case]["weights"] for rank in ranks)) == set(weights)
+
+
+def test_all_stages_of_all_ranks_of_a_sequence_read_the_same_data(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["layers"]["data"] for rank in ranks] == [(0, 1)] * 4
+
+
+def test_evaluation_has_the_loss_of_whole_sequences(ranks: list[dict[str, Any]]) -> None:
+    from sequence_pipeline_ranks import ROWS, dataset, model_of
+
+    ids, labels = dataset("llama")[0:ROWS]
+    expected = model_of("llama").eval()(input_ids=ids, labels=labels).loss.item()
+    assert [rank["llama, stage 0"]["eval"] for rank in ranks] == pytest.approx([expected] * 4, abs=1e-5)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> None:
+    for case in ("llama, stage 1", "layers", "compressed"):
+        assert [rank[case]["resumed"] for rank in ranks] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no layer", r"no layer of the PipelineModule has a method compute_pieces\(split\)"),
+        ("batches", "all ranks of a sequence are called with the same whole batch"),
+        ("lengths", "so that each token has one"),
+        ("short", "a sequence of 1 tokens is too short for 2 ranks"),
+        ("hidden", "targets of -100 hide tokens"),
+        ("outputs", "pieces, which have no mean"),
+    ],
+)
+def test_what_does_not_work_is_named_on_all_ranks(ranks: list[dict[str, Any]], name: str, words: str) -> None:
+    for k, rank in enumerate(ranks):
+        assert re.search(f"rank ({k}|{k % 2}): .*{words}", rank["refused"][name]), rank["refused"][name]
