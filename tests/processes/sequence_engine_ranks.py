@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from onebit import zero
 from onebit.comm import init
 from onebit.zero import grid as grids
+from onebit.zero.sparse_attention import replace_attention
 
 STEPS, RESUMED, ROWS, LENGTH = 4, 2, 8, 21
 DENSE = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4}}
@@ -22,9 +23,13 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "heads divided": (2, DENSE, {"sequence": {"ulysses_degree": 2}}),
     "one bit in nodes": (2, ONE_BIT, {"warmup_codec": "fp32", "ranks_per_node": 2}),
     "one bit replicated": (0, ONE_BIT, {"warmup_codec": "fp32"}),
+    "sparse": (2, DENSE, {}),
     "local steps": (1, DENSE, {"local_steps": {"every": 1, "codec": "fp32"}, "ranks_per_node": 2}),
 }
 """Stage, optimizer and the block "onebit": all but local steps equal AdamW in one process."""
+
+
+SPARSE = {"mode": "bslongformer", "block": 2}
 
 
 def dataset() -> TensorDataset:
@@ -44,7 +49,7 @@ def config_of(case: str, sequence: int | None) -> dict[str, Any]:
 
 
 def start(case: str, sequence: int | None, **given: Any) -> zero.DeepSpeedEngine:
-    config = config_of(case, sequence)
+    config = config_of(case, sequence) | ({"sparse_attention": SPARSE} if case == "sparse" else {})
     return zero.initialize(model=decoder(), config=config, training_data=dataset(), **given)[0]
 
 
@@ -122,14 +127,22 @@ def refused() -> dict[str, str]:
     note("0/1", local({}, {"type": "ZeroOneAdam", "params": {"lr": 1e-3, "local_step_clipper": "auto"}}))
     split = zero.sequence_parallel(decoder(), engine.grid.sequence)
     note("twice", lambda: zero.initialize(model=split, config=config_of("stage 1", 2), grid=engine.grid))
-    sparse = config_of("stage 1", 2) | {"sparse_attention": {"mode": "fixed", "block": 4}}
+    by_head = {"mode": "fixed", "block": 4, "different_layout_per_head": True}
+    sparse = config_of("heads divided", 2) | {"sparse_attention": by_head}
     note("sparse", lambda: zero.initialize(model=decoder(), config=sparse))
+    apart = {"mode": "fixed", "block": 1, "num_local_blocks": 1, "num_global_blocks": 0}
+    blind = zero.initialize(model=decoder(), config=config_of("stage 1", 2) | {"sparse_attention": apart})[0]
+    ids = torch.ones(2, LENGTH, dtype=torch.int64)
+    note("blind", lambda: blind(input_ids=ids, labels=ids))
     return words
 
 
-def alone() -> dict[str, torch.Tensor]:
+def alone(*, is_sparse: bool = False) -> dict[str, torch.Tensor]:
     """The same batches by torch, in one process."""
-    model, loader = decoder(), zero.data.ShardedLoader(dataset(), ROWS, rank=0, world_size=1)
+    model = decoder()
+    if is_sparse:
+        replace_attention(model, SPARSE)
+    loader = zero.data.ShardedLoader(dataset(), ROWS, rank=0, world_size=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.0)
     for (ids,) in loader:
         model(input_ids=ids, labels=ids).loss.backward()

@@ -25,10 +25,11 @@ def test_it_equals_one_process_with_the_same_global_batch(ranks: list[dict[str, 
 
     Local steps are no AdamW of averaged gradients: of them, ranks agree.
     """
-    expected = alone()
+    plain, sparse = alone(), alone(is_sparse=True)
     trained = [case for case in ranks[0] if "weights" in (ranks[0][case] if isinstance(ranks[0][case], dict) else ())]
     assert len(trained) == len(CASES) + 3
     for case in trained:
+        expected = sparse if case == "sparse" else plain
         for rank in ranks:
             for name, x in rank[case]["weights"].items():
                 assert torch.equal(x, ranks[0][case]["weights"][name]), f"{case}: {name}"
@@ -57,7 +58,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> 
         ("local", "need equal weights"),
         ("0/1", "need equal weights"),
         ("twice", "are split already"),
-        ("sparse", "sparse_attention needs whole sequences"),
+        ("sparse", "different_layout_per_head gives each head a layout of its own"),
+        ("blind", "see none of other ranks"),
     ],
 )
 def test_what_does_not_work_is_named_on_all_ranks(ranks: list[dict[str, Any]], name: str, words: str) -> None:

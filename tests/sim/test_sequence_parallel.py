@@ -15,6 +15,7 @@ from onebit.comm import SimTransport, run_ranks
 from onebit.zero import sequence_parallel
 from onebit.zero.sequence import SequenceRanks, huggingface
 from onebit.zero.sequence.pieces import Pieces
+from onebit.zero.sparse_attention import replace_attention
 
 transformers = pytest.importorskip("transformers")
 
@@ -177,8 +178,46 @@ def test_bad_batches_are_refused_on_all_ranks(change: Callable[[int], dict[str, 
     refused(2, lambda: build("Llama", CAUSAL["Llama"]), change, words)
 
 
+@pytest.mark.parametrize("cap", [None, 0.05, 50.0])
+def test_capped_scores_and_a_window_in_every_second_layer(cap: float | None) -> None:
+    keys = GROUPED | {"head_dim": 8, "attn_logit_softcapping": cap, "sliding_window": 7, "num_hidden_layers": 2}
+    check(3, lambda: build("Gemma2", keys | {"_attn_implementation": "eager"}), batch(23))
+
+
+@pytest.mark.parametrize("local", [2, 8, 46])
+def test_windows_to_both_sides(local: int) -> None:
+    """Of every second layer; and padding."""
+    keys = {"vocab_size": 97, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0}
+    keys |= {"intermediate_size": 40, "local_attention": local, "global_attn_every_n_layers": 2}
+    given = batch(23) | {"attention_mask": torch.ones(2, 23).long()}
+    given["attention_mask"][1, 20:] = 0
+    given["labels"][1, 20:] = -100
+    check(3, lambda: build("ModernBert", keys, "ForMaskedLM"), given)
+
+
 def test_what_ring_attention_lacks_is_refused_by_name() -> None:
-    refused(2, lambda: build("Gemma2", GROUPED | {"head_dim": 8}), lambda rank: {}, "no softcap")
+    keys = GROUPED | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8}
+    refused(2, lambda: build("GptOss", keys), lambda rank: {}, "no s_aux")
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert"])
+@pytest.mark.parametrize("mode", ["bslongformer", "bigbird", "fixed", "variable"])
+def test_block_layouts_are_those_of_one_process(name: str, mode: str) -> None:
+    """Those of `replace_attention`, in float32."""
+    sparsity, given = {"mode": mode, "block": 4}, batch(23)
+    keys, head = (MASKED[name], "ForMaskedLM") if name in MASKED else (CAUSAL[name], "ForCausalLM")
+    whole = build(name, keys, head)
+    replace_attention(whole, sparsity)
+    loss, grads = results(whole, given)
+    models = [build(name, keys, head) for _ in range(3)]
+
+    def rank(transport: SimTransport) -> Any:
+        return results(sequence_parallel(models[transport.rank], transport, sparsity=sparsity), copy.deepcopy(given))
+
+    ranks = run_ranks(3, rank)
+    torch.testing.assert_close(torch.stack([its for its, _ in ranks]).mean(), loss, rtol=1e-5, atol=1e-5)
+    for k, expected in enumerate(grads):
+        torch.testing.assert_close(torch.stack([its[k] for _, its in ranks]).mean(0), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Bert"])
@@ -327,13 +366,16 @@ def test_a_window_that_only_the_mask_or_only_the_layer_has() -> None:
 
 def test_masks_that_are_no_windows_are_refused() -> None:
     masking = pytest.importorskip("transformers.masking_utils")
+    causal, both = (lambda size: huggingface._Window(size, True)), (lambda size: huggingface._Window(size, False))
     for size in (1, 4, 7):
-        assert huggingface._is_window(masking.sliding_window_causal_mask_function(size), size)
-        assert not huggingface._is_window(masking.sliding_window_causal_mask_function(size), size + 1)
-        assert not huggingface._is_window(masking.sliding_window_bidirectional_mask_function(size), size)
-        assert not huggingface._is_window(masking.causal_mask_function, size)
-    assert not huggingface._is_window(masking.chunked_causal_mask_function(4, torch.zeros(1).long()), 4)
+        before = masking.sliding_window_causal_mask_function(size)
+        around = masking.sliding_window_bidirectional_mask_function(size)
+        assert huggingface._is_window(before, causal(size)) and huggingface._is_window(around, both(size + 1))
+        assert not huggingface._is_window(before, causal(size + 1)) and not huggingface._is_window(around, both(size))
+        assert not huggingface._is_window(around, causal(size)) and not huggingface._is_window(before, both(size + 1))
+        assert not huggingface._is_window(masking.causal_mask_function, causal(size))
+    assert not huggingface._is_window(masking.chunked_causal_mask_function(4, torch.zeros(1).long()), causal(4))
     blocks = masking.or_masks(
         masking.sliding_window_causal_mask_function(4), masking.blockwise_overlay(torch.zeros(1, 4).long())
     )
-    assert not huggingface._is_window(blocks, 4)
+    assert not huggingface._is_window(blocks, causal(4))

@@ -49,7 +49,6 @@ class SequenceParallelism(Feature):
                 f"{given.ulysses_degree} and {config.sequence_ranks}"
             )
         others = {
-            "sparse_attention": config.sparse_attention.mode is not None,
             "data_efficiency.data_routing.random_ltd": config.data_efficiency.random_ltd is not None,
             "a tensor plan that splits the sequence between layers": splits_sequence(asked.tensor_plan or {}),
         }
@@ -58,8 +57,16 @@ class SequenceParallelism(Feature):
                 f"rank {asked.rank}: sequence_parallel_size is {config.sequence_ranks}, and {other} needs whole "
                 "sequences on each rank; leave one of them out"
             )
-        check = check_stages_split if isinstance(asked.outline, Stage) else check_splits
-        check(asked.outline, asked.rank)
+        sparsity = config.sparse_attention
+        if sparsity.different_layout_per_head and max(given.ulysses_degree, config.onebit.tensor or 1) > 1:
+            raise ValueError(
+                f"rank {asked.rank}: ranks divide the heads of split sequences, and sparse_attention."
+                "different_layout_per_head gives each head a layout of its own; set it to false"
+            )
+        if isinstance(asked.outline, Stage):
+            check_stages_split(asked.outline, asked.rank)
+        else:
+            check_splits(asked.outline, asked.rank, has_layout=sparsity.mode is not None)
         return cls(config)
 
     def prepare(self, model: nn.Module, grid: Grid, *, is_part: bool) -> None:
@@ -75,12 +82,13 @@ class SequenceParallelism(Feature):
         codec = None if given.codec is None else codec_named(given.codec, given.block)
         levels = SequenceRanks.of(grid.sequence, given.ulysses_degree)
         grid.close_first(levels)
+        sparsity = None if self._config.sparse_attention.mode is None else self._config.sparse_attention
         if is_part:
-            split = Split(levels, codec)  # one of all stages of this rank
+            split = Split(levels, codec, sparsity)  # one of all stages of this rank
             for stage in parts_of(model):
                 cast(Stage, stage).split_sequences(split)
         else:
-            sequence_parallel(model, levels, codec=codec)
+            sequence_parallel(model, levels, codec=codec, sparsity=sparsity)
 
 
 def _replicas_differ(config: Config) -> bool:

@@ -30,9 +30,11 @@ class SparseAttention(Feature):
         sparsity = asked.config.sparse_attention
         if sparsity.mode is None:
             return None
-        attention_of(asked.outline, sparsity)
         for name in sparsity.without_effect() if asked.rank == 0 else ():
             log.warning('sparse_attention.%s has no effect: mode "%s" does not read it', name, sparsity.mode)
+        if asked.config.sequence_ranks > 1:
+            return None  # the attention of split sequences takes the layout, see sequence_parallelism.py
+        attention_of(asked.outline, sparsity)
         return cls(sparsity)
 
     def prepare(self, model: nn.Module, grid: Grid, *, is_part: bool) -> None:

@@ -150,7 +150,7 @@ class DecoderStage(Stage):
 
     def split_sequences(self, split: Split) -> None:
         self.split = split
-        split_stage(self._model[0], split.ranks, split.codec, lambda: split.pieces)
+        split_stage(self._model[0], split.ranks, split.codec, lambda: split.pieces, split.sparsity)
 
     def cut(self, batches: list[Batch]) -> list[Batch]:
         return batches if self.split is None else self.split.cut(batches, shifts=True)

@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...comm import Codec
+from ..sparse_attention.config import SparsityConfig
+from ..sparse_attention.layouts import build_layout
 from .pieces import Pieces
 from .ranks import SequenceRanks, check_same
 from .ring import attention_by_sight
@@ -27,7 +29,7 @@ from .sight import Sight
 
 NAME = "onebit_ring"
 _HOLDER = "onebit_sequence"
-_UNSUPPORTED = ("softcap", "s_aux", "output_attentions", "position_bias")
+_UNSUPPORTED = ("s_aux", "output_attentions", "position_bias")
 _SHIFTED, _UNSHIFTED = ("ForCausalLM", "LMHeadModel"), ("ForMaskedLM",)
 """Ends of names of classes whose loss is the mean cross-entropy of the next tokens, or of the same ones."""
 _IGNORED = -100
@@ -75,20 +77,29 @@ def find_mixing(model: nn.Module) -> str | None:
     return next((name for name, each in model.named_modules() if isinstance(each, _MIXING)), None)
 
 
-def split_sequences(model: Any, ranks: SequenceRanks, codec: Codec | None) -> None:
+def split_sequences(
+    model: Any, ranks: SequenceRanks, codec: Codec | None, sparsity: SparsityConfig | None = None
+) -> None:
     """Split the sequences of a model that `check_splits` has passed, in place. All ranks.
 
     Args:
         model: A model of transformers.
         ranks: The ranks of the sequence.
         codec: Format in which keys and values travel; None: as they are.
+        sparsity: Layout of all its attention. Default None: what the model has.
     """
-    holder = _hold(model, ranks, codec)
+    holder = _hold(model, ranks, codec, sparsity)
     model.register_forward_pre_hook(holder.cut, with_kwargs=True)
     model.register_forward_hook(holder.finish)
 
 
-def split_stage(model: Any, ranks: SequenceRanks, codec: Codec | None, pieces: Callable[[], Pieces]) -> None:
+def split_stage(
+    model: Any,
+    ranks: SequenceRanks,
+    codec: Codec | None,
+    pieces: Callable[[], Pieces],
+    sparsity: SparsityConfig | None = None,
+) -> None:
     """Split the sequences of a decoder that is one stage of a pipeline, in place. Its inputs are pieces already.
 
     Args:
@@ -96,8 +107,9 @@ def split_stage(model: Any, ranks: SequenceRanks, codec: Codec | None, pieces: C
         ranks: The ranks of the sequence.
         codec: Format in which keys and values travel; None: as they are.
         pieces: Tells how the sequences under way are cut.
+        sparsity: Layout of all its attention. Default None: what the model has.
     """
-    holder = _hold(model, ranks, codec)
+    holder = _hold(model, ranks, codec, sparsity)
     # A stage before the last calls the base model alone.
     model.base_model.register_forward_pre_hook(partial(holder.place, pieces), with_kwargs=True)
 
@@ -118,7 +130,7 @@ def shifted_labels(
     return pieces.cut(labels, rank), count / pieces.world_size
 
 
-def _hold(model: Any, ranks: SequenceRanks, codec: Codec | None) -> _Holder:
+def _hold(model: Any, ranks: SequenceRanks, codec: Codec | None, sparsity: SparsityConfig | None) -> _Holder:
     """Let the attention modules of a model call the ring."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -127,7 +139,7 @@ def _hold(model: Any, ranks: SequenceRanks, codec: Codec | None) -> _Holder:
         first = int(model.config.pad_token_id) + 1  # RoBERTa and its relatives
     else:
         first = 0
-    holder = _Holder(model, ranks, first, codec)
+    holder = _Holder(model, ranks, first, codec, sparsity)
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.__dict__[_HOLDER] = holder
@@ -139,9 +151,10 @@ def _hold(model: Any, ranks: SequenceRanks, codec: Codec | None) -> _Holder:
 
 @dataclass(frozen=True)
 class _Window:
-    """In place of a mask: tokens see this many, with themselves."""
+    """In place of a mask: tokens see this many, with themselves, to each side that they see."""
 
     tokens: int
+    is_causal: bool
 
 
 class _Holder:
@@ -153,13 +166,21 @@ class _Holder:
         codec: Format in which keys and values travel.
     """
 
-    def __init__(self, model: nn.Module, ranks: SequenceRanks, first_position: int, codec: Codec | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: SequenceRanks,
+        first_position: int,
+        codec: Codec | None,
+        sparsity: SparsityConfig | None,
+    ):
+        self._sparsity = sparsity
         self.ranks, self.pieces, self.calls = ranks, ranks.pieces(0), 0
         self._first_position, self.codec = first_position, codec
         self._sees_all = not all(_is_causal(module) for module in model.modules() if hasattr(module, "is_causal"))
         self._labels: tuple[Tensor, Tensor | float] | None = None
         self._documents: Tensor | None = None
-        self._sights: dict[tuple[bool, int | None], Sight] = {}
+        self._sights: dict[tuple[bool, int | None, int], Sight] = {}
         self._names = list(inspect.signature(model.forward).parameters)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Holder:
@@ -205,17 +226,20 @@ class _Holder:
         ones = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)  # as in `cut`
         return args, named | {"position_ids": places, "attention_mask": ones}
 
-    def sight(self, *, is_causal: bool, window: int | None) -> Sight:
-        """What tokens see in a layer of the pass under way."""
-        if (is_causal, window) not in self._sights:
-            self._sights[is_causal, window] = Sight(
+    def sight(self, *, is_causal: bool, window: int | None, heads: int) -> Sight:
+        """What tokens see in a layer of the pass under way, with this many query heads."""
+        key = is_causal, window, heads
+        if key not in self._sights:
+            sparsity, length = self._sparsity, self.pieces.length
+            self._sights[key] = Sight(
                 self.pieces,
                 is_causal=is_causal,
                 window=window,
                 documents=self._documents,
+                layout=None if sparsity is None else build_layout(sparsity.of_model(is_causal), heads, length),
                 rank=self.ranks.rank,
             )
-        return self._sights[is_causal, window]
+        return self._sights[key]
 
     def _positions(self, tokens: Tensor) -> Tensor:
         """The model's own positions of the whole sequence."""
@@ -255,7 +279,7 @@ class _Holder:
     def _check(self, tokens: Tensor, given: Mapping[str, Any]) -> None:
         rank, length = self.ranks.rank, tokens.shape[1]
         tensors = [given[name] for name in sorted(given) if isinstance(given[name], Tensor)]
-        check_same(self.ranks, tensors, f"{tuple(tokens.shape)} of {sorted(given)}")
+        check_same(self.ranks, tensors, f"{tuple(tokens.shape)}, {sorted(given)}")
         self.pieces.check_length(rank)
         for name, x in given.items():
             if name in ("attention_mask", "labels", "position_ids", "num_items_in_batch") or isinstance(x, _PLAIN):
@@ -331,6 +355,11 @@ def _attention(
     said = options.get("is_causal")
     is_causal = _is_causal(module) if said is None else bool(said)
     window = attention_mask.tokens if isinstance(attention_mask, _Window) else None
+    if isinstance(attention_mask, _Window) and attention_mask.is_causal != is_causal:
+        raise ValueError(
+            f"rank {holder.ranks.rank}: {type(module).__name__} is {'' if is_causal else 'not '}causal, and its "
+            "mask's window is of the other kind: it is not clear what its tokens see"
+        )
     its = options.get("sliding_window")
     if window is None and its is not None and not (isinstance(its, int) and its >= holder.pieces.length):
         raise ValueError(
@@ -342,8 +371,9 @@ def _attention(
         key,
         value,
         holder.ranks,
-        holder.sight(is_causal=is_causal, window=window),
+        holder.sight(is_causal=is_causal, window=window, heads=query.shape[1]),
         scale=scaling,
+        softcap=cast("float | None", options.get("softcap")),
         dropout=dropout,
         codec=holder.codec,
     )
@@ -364,21 +394,26 @@ def _window_of_mask(
         return None
     if isinstance(local_size, int) and local_size >= _under_way.get().pieces.length and not options.get("use_vmap"):
         return None  # to whichever side it is, it hides nothing
-    if not isinstance(local_size, int) or options.get("use_vmap") or not _is_window(mask_function, local_size):
-        raise ValueError(
-            "this model hides other tokens than the future and those before a window (chunks, tokens seen both ways), "
-            "which ring attention cannot express"
-        )
-    return _Window(local_size)
+    if isinstance(local_size, int) and not options.get("use_vmap"):
+        for is_causal in (True, False):
+            window = _Window(local_size if is_causal else local_size + 1, is_causal)
+            if _is_window(mask_function, window):
+                return window
+    raise ValueError(
+        "this model hides other tokens than the future and those outside of a window (chunks, tokens seen both ways), "
+        "which ring attention cannot express"
+    )
 
 
-def _is_window(mask_function: Callable[..., Any], tokens: int) -> bool:
-    """Whether a token sees itself and tokens - 1 before it: looked up at both edges, from several places."""
-    place = torch.arange(tokens, 2 * tokens + 8, dtype=torch.int64, device=torch.device("cpu"))
+def _is_window(mask_function: Callable[..., Any], window: _Window) -> bool:
+    """Whether a token sees those of the window: looked up at both edges, from several places."""
+    size = window.tokens
+    place = torch.arange(size, 2 * size + 8, dtype=torch.int64, device=torch.device("cpu"))
     none = torch.zeros((), dtype=torch.int64, device=place.device)
+    last = 0 if window.is_causal else size - 1
     try:
-        seen = [bool(mask_function(none, none, place, place - k).all()) for k in (0, tokens - 1)]
-        hidden = [bool(mask_function(none, none, place, place - k).any()) for k in (-1, tokens)]
+        seen = [bool(mask_function(none, none, place, place - k).all()) for k in (-last, 0, size - 1)]
+        hidden = [bool(mask_function(none, none, place, place - k).any()) for k in (-last - 1, size)]
     except IndexError:  # it looks up tokens of the batch
         return False
     return all(seen) and not any(hidden)

@@ -23,6 +23,19 @@ _SLICE_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
+class Score:
+    """How a query and a key make a score.
+
+    Attributes:
+        scale: Factor of their product.
+        softcap: Bound c of the score, which becomes c·tanh(score/c). Default None: none.
+    """
+
+    scale: float
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
 class Dropout:
     """Which weights are dropped: drawn in the order of tiles, so that backward draws the same ones.
 
@@ -40,29 +53,29 @@ class Dropout:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile, dropout: Dropout | None = None
+    q: Tensor, k: Tensor, v: Tensor, score: Score, tile: Tile, dropout: Dropout | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax(scale·q·kᵀ)·v, and the logarithm of the softmax's sum.
+    """Softmax(scale·q·kᵀ)·v, its scores capped if asked for, and the logarithm of the softmax's sum.
 
     Args:
         q: Queries [b, h, n, d], n > 0.
         k: Keys [b, h, m, d], m > 0.
         v: Values [b, h, m, e].
-        scale: Factor of the scores.
+        score: Factor and bound of the scores.
         tile: Which of the keys each query sees.
         dropout: Drops weights of the softmax, not of its sum. Default None.
 
     Returns:
         The output [b, h, n, e] in q's dtype, and the logarithms [b, h, n], float32 (float64 for float64).
     """
-    if dropout is None and _has_kernel(q, v):
+    if dropout is None and score.softcap is None and _has_kernel(q, v):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, tile.is_triangle, attn_mask=_mask(tile, q.dtype), scale=scale
+            q, k, v, 0.0, tile.is_triangle, attn_mask=_mask(tile, q.dtype), scale=score.scale
         )
         return out, lse
     outs, lses = [], []
     for rows in _slices(q, k):
-        scores = _scores(q, k, scale, rows, tile)
+        scores, _ = _scores(q, k, score, rows, tile)
         lse = scores.logsumexp(-1)
         lses.append(lse)
         weights = (scores - lse.unsqueeze(-1)).exp()
@@ -79,7 +92,7 @@ def attend_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    scale: float,
+    score: Score,
     tile: Tile,
     dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,21 +105,22 @@ def attend_backward(
         v: As in `attend`.
         out: The whole output, of all blocks.
         lse: The logarithms of the whole sums.
-        scale: Factor of the scores.
+        score: As in `attend`.
         tile: As in `attend`.
         dropout: As in `attend`, with a generator in the state in which it was there.
     """
-    if dropout is None and _has_kernel(q, v):
+    if dropout is None and score.softcap is None and _has_kernel(q, v):
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grads: tuple[Tensor, Tensor, Tensor] = backward(
-            grad, q, k, v, out, lse, 0.0, tile.is_triangle, attn_mask=_mask(tile, q.dtype), scale=scale
+            grad, q, k, v, out, lse, 0.0, tile.is_triangle, attn_mask=_mask(tile, q.dtype), scale=score.scale
         )
         return grads
     wide = lse.dtype
     grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     delta = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
     for rows in _slices(q, k):
-        weights = (_scores(q, k, scale, rows, tile) - lse[:, :, rows].unsqueeze(-1)).exp()
+        scores, slope = _scores(q, k, score, rows, tile)
+        weights = (scores - lse[:, :, rows].unsqueeze(-1)).exp()
         given = grad[:, :, rows].to(wide)
         of_weights = given @ v.to(wide).mT
         if dropout is None:
@@ -115,7 +129,7 @@ def attend_backward(
             kept = dropout.kept(weights)
             of_weights *= kept
             grad_v += (weights * kept).mT @ given
-        of_scores = weights * (of_weights - delta[:, :, rows]) * scale
+        of_scores = weights * (of_weights - delta[:, :, rows]) * slope
         grad_q[:, :, rows] = of_scores @ k.to(wide)
         grad_k += of_scores.mT @ q[:, :, rows].to(wide)
     return grad_q, grad_k, grad_v
@@ -139,13 +153,18 @@ def _mask(tile: Tile, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros(tile.hidden.shape, dtype=wide, device=tile.hidden.device).masked_fill_(tile.hidden, _HIDDEN)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, rows: slice, tile: Tile) -> Tensor:
+def _scores(q: Tensor, k: Tensor, score: Score, rows: slice, tile: Tile) -> tuple[Tensor, Tensor | float]:
+    """The scores of some queries, and their derivative with respect to the products q·kᵀ."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = q[:, :, rows].to(wide) @ k.to(wide).mT * scale
+    scores = q[:, :, rows].to(wide) @ k.to(wide).mT * score.scale
+    slope: Tensor | float = score.scale
+    if score.softcap is not None:
+        bounded = (scores / score.softcap).tanh()
+        scores, slope = score.softcap * bounded, score.scale * (1 - bounded.square())
     if tile.is_triangle:
         places = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=q.device)
         later = torch.arange(k.shape[2], dtype=torch.int64, device=q.device) > places.unsqueeze(-1)
         scores = scores.masked_fill(later, float("-inf"))
     if tile.hidden is not None:
         scores = scores.masked_fill(tile.hidden[:, :, rows], _HIDDEN)
-    return scores
+    return scores, slope

@@ -25,7 +25,8 @@ from torch.autograd.function import once_differentiable
 
 from ...comm import Codec, Transport, Work
 from ...comm.codecs.tensors import decode_, encode, frame_bytes
-from .local import Dropout, attend, attend_backward
+from ..sparse_attention.layouts import Layout
+from .local import Dropout, Score, attend, attend_backward
 from .pieces import Pieces
 from .ranks import SequenceRanks, to_heads, to_tokens
 from .sight import Sight, Tile
@@ -41,7 +42,9 @@ def ring_attention(
     is_causal: bool = True,
     window: int | None = None,
     documents: Tensor | None = None,
+    layout: Layout | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     dropout: float = 0.0,
     codec: Codec | None = None,
 ) -> Tensor:
@@ -63,7 +66,11 @@ def ring_attention(
             Default None: all.
         documents: Number of each token's document, integers [length] or [b, length], of the whole sequence and the same
             on all ranks: a token sees its own document alone, whose tokens are neighbours. Default None: all are one.
+        layout: Which blocks of keys each block of queries sees, as of `sparse_attention.build_layout(config, h,
+            length)`; the same on all ranks. Of others' keys only the blocks travel that some query of the receiver
+            sees. If ranks divide heads, all heads have one. Default None: all.
         scale: Factor of the scores. Default None: 1/√d.
+        softcap: Bound c of the scores, which become c·tanh(score/c), as in Gemma 2. Default None: none.
         dropout: Probability with which a weight is dropped, 0 <= dropout < 1. A rank draws those of its queries, from
             torch's generator of the host and its rank. Default 0.
         codec: Format in which keys and values travel, such as `Int8Codec(64)`; the same on all ranks. A rank's own keys
@@ -74,11 +81,13 @@ def ring_attention(
         [b, h, s, d] in q's dtype.
 
     Raises:
-        ValueError: Shapes do not fit the piece of this rank, or each other; a dropout out of its range; or as `Sight`.
+        ValueError: Shapes do not fit the piece of this rank, or each other; a dropout or softcap out of its range; or
+            as `Sight`.
         PeerError: Another rank is missing, or gives other shapes.
     """
-    sight = Sight(pieces, is_causal=is_causal, window=window, documents=documents, rank=transport.rank)
-    return attention_by_sight(q, k, v, SequenceRanks.of(transport), sight, scale=scale, dropout=dropout, codec=codec)
+    sight = Sight(pieces, is_causal=is_causal, window=window, documents=documents, layout=layout, rank=transport.rank)
+    ranks = SequenceRanks.of(transport)
+    return attention_by_sight(q, k, v, ranks, sight, scale=scale, softcap=softcap, dropout=dropout, codec=codec)
 
 
 def attention_by_sight(
@@ -89,6 +98,7 @@ def attention_by_sight(
     sight: Sight,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
     dropout: float = 0.0,
     codec: Codec | None = None,
 ) -> Tensor:
@@ -101,6 +111,7 @@ def attention_by_sight(
         ranks: As transport there.
         sight: What tokens see; the same on all ranks.
         scale: As there.
+        softcap: As there.
         dropout: As there.
         codec: As there.
 
@@ -133,14 +144,22 @@ def attention_by_sight(
         raise ValueError(
             f"rank {rank}: queries, keys and values have {q.dtype}, {k.dtype} and {v.dtype}; give them one"
         )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"rank {rank}: expected a softcap above 0, or none, got {softcap}")
+    if sight.layout is not None and (sight.layout.heads != q.shape[1] or (U > 1 and len(sight.layout.tables) > 1)):
+        raise ValueError(
+            f"rank {rank}: expected a layout of {q.shape[1]} heads, one of all heads if {U} ranks divide them, got "
+            f"{len(sight.layout.tables)} of {sight.layout.heads} heads; build it for as many, and set ulysses_degree "
+            "to 1 if heads differ"
+        )
     if not 0 <= dropout < 1:
         raise ValueError(f"rank {rank}: expected a dropout of at least 0 and below 1, got {dropout}")
     # Drawn here, so that a checkpointed layer that is computed again with the same state drops the same weights.
     seed = int(torch.randint(1 << 31, (), dtype=torch.int64, device="cpu")) + rank if dropout else 0
     ring = _Ring(ranks.ring, sight, codec, dropout, seed)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    score = Score(q.shape[3] ** -0.5 if scale is None else scale, softcap)
     if heads is None:
-        found: Tensor = _RingAttention.apply(q, k, v, ring, scale)  # type: ignore[no-untyped-call]
+        found: Tensor = _RingAttention.apply(q, k, v, ring, score)  # type: ignore[no-untyped-call]
         return found
     h, g = q.shape[1], math.lcm(k.shape[1], U)
     if h % g:
@@ -151,7 +170,7 @@ def attention_by_sight(
     k, v = (x if x.shape[1] == g else x.repeat_interleave(g // k.shape[1], 1) for x in (k, v))
     sizes = pieces.sizes(rank // U)
     its = to_heads(torch.cat([x.unflatten(1, (U, -1)) for x in (q, k, v)], 2), heads, sizes)
-    out = _RingAttention.apply(*its.split([h // U, g // U, g // U], 1), ring, scale)  # type: ignore[no-untyped-call]
+    out = _RingAttention.apply(*its.split([h // U, g // U, g // U], 1), ring, score)  # type: ignore[no-untyped-call]
     return to_tokens(out, heads, sizes).flatten(1, 2)
 
 
@@ -217,7 +236,7 @@ class _Blocks:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring, score: Score) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
@@ -226,11 +245,11 @@ class _RingAttention(torch.autograd.Function):
             its_k, its_v = (_by_heads(x, q) for x in block)
             for tile in ring.tiles(round_, q.device):
                 rows, keys = tile.rows, tile.keys
-                part, sums = attend(q[:, :, rows], its_k[:, :, keys], its_v[:, :, keys], scale, tile, dropout)
+                part, sums = attend(q[:, :, rows], its_k[:, :, keys], its_v[:, :, keys], score, tile, dropout)
                 _merge_(out[:, :, rows], lse[:, :, rows], part, sums)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
-        ctx.ring, ctx.scale = ring, scale
+        ctx.ring, ctx.score = ring, score
         return result
 
     @staticmethod
@@ -249,7 +268,7 @@ class _RingAttention(torch.autograd.Function):
             for tile in ring.tiles(round_, q.device):
                 rows, keys = tile.rows, tile.keys
                 known = grad[:, :, rows], q[:, :, rows], its_k[:, :, keys], its_v[:, :, keys], out[:, :, rows]
-                parts = attend_backward(*known, lse[:, :, rows], ctx.scale, tile, dropout)
+                parts = attend_backward(*known, lse[:, :, rows], ctx.score, tile, dropout)
                 grad_q[:, :, rows] += parts[0]
                 for of_its, part in zip(of_block, parts[1:], strict=True):
                     of_its[:, :, keys] += part.to(lse.dtype).unflatten(1, (k.shape[1], -1)).sum(2)

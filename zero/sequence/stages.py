@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import Codec
+from ..sparse_attention.config import SparsityConfig
+from ..sparse_attention.layouts import build_layout
 from .huggingface import find_mixing, shifted_labels
 from .ranks import SequenceRanks, check_same
 from .ring import ring_attention
@@ -42,15 +44,18 @@ class Split:
     Args:
         ranks: The ranks of the sequence.
         codec: Format in which keys and values travel; None: as they are.
+        sparsity: Block layout of all attention. Default None: all that is seen otherwise.
 
     Attributes:
         ranks: The ranks of the sequence.
         codec: Format in which keys and values travel.
+        sparsity: Block layout of all attention.
         pieces: Of the batches that were cut last.
     """
 
-    def __init__(self, ranks: SequenceRanks, codec: Codec | None):
-        self.ranks, self.codec, self.pieces = ranks, codec, ranks.pieces(0)
+    def __init__(self, ranks: SequenceRanks, codec: Codec | None, sparsity: SparsityConfig | None = None):
+        self.ranks, self.codec, self.sparsity = ranks, codec, sparsity
+        self.pieces = ranks.pieces(0)
 
     def cut(self, batches: Sequence[Batch], *, shifts: bool) -> list[Batch]:
         """Return this rank's pieces of a step's micro-batches, targets as `TargetPiece`. All ranks of the sequence.
@@ -96,8 +101,11 @@ class Split:
             q: [b, h, s, d].
             k: [b, g, s, d].
             v: [b, g, s, d].
-            **options: Of `ring_attention`: is_causal, window, layout, scale, dropout.
+            **options: Of `ring_attention`: is_causal, window, layout (default: of `sparsity`), scale, dropout.
         """
+        if self.sparsity is not None:
+            config = self.sparsity.of_model(options.get("is_causal", True))
+            options = {"layout": build_layout(config, q.shape[1], self.pieces.length)} | options
         return ring_attention(q, k, v, self.ranks, self.pieces, codec=self.codec, **options)
 
     def _inputs(self, inputs: object) -> object:
