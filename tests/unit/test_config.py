@@ -332,6 +332,23 @@ def test_what_would_train_something_else_is_refused(blocks: dict) -> None:
         small(**blocks)
 
 
+@pytest.mark.parametrize("value", ["unknown", "refused"])
+def test_of_several_wrong_keys_the_file_s_first_is_named(value: str) -> None:
+    """Read in both orders: with strings in a set the order would be that of this process's hashes."""
+    wrong = {"unknown": {"abc": 1, "xyz": 2}, "refused": {"sparse_gradients": True, "gradient_allreduce_op": "sum"}}
+    for keys in (list(wrong[value]), list(wrong[value])[::-1]):
+        with pytest.raises(ValueError, match=f"config: .*{keys[0]}"):
+            read_config(SMALL | {name: wrong[value][name] for name in keys}, world_size=1)
+
+
+def test_warnings_come_in_the_order_of_the_file(caplog: pytest.LogCaptureFixture) -> None:
+    inert = {"prescale_gradients": True, "memory_breakdown": True, "disable_allgather": True}
+    for keys in (list(inert), list(inert)[::-1]):
+        caplog.clear()
+        read_config(SMALL | {name: inert[name] for name in keys}, world_size=1)
+        assert [record.message.split()[1] for record in caplog.records] == keys
+
+
 # ---------------------------------------------------------------- what is wrong
 
 

@@ -68,8 +68,9 @@ def read_block(cls: type[T], given: object, where: str, reading: Reading) -> T:
                 for member, given in members.items()
                 if not is_comment(member)
             }
-    for name in data.keys() & inert.keys():
-        _read_inert(data[name], name, inert[name], where, reading)
+    for name, value in data.items():  # in the file's order, which the first error and the warnings follow
+        if name in inert:
+            _read_inert(value, name, inert[name], where, reading)
     try:
         return cls(**values)
     except (TypeError, ValueError) as wrong:
