@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from ..config.compat import load
 from ..config.reader import Reading, read_block, read_object, refuse_unknown
-from ..config.schema import BOOL, FLOAT, INT, LIST, TEXT, Inert, block, check_block, key, required_key
+from ..config.schema import BOOL, FLOAT, INT, LIST, TEXT, Block, Inert, block, key, required_key
 
 log = logging.getLogger(__name__)
 
@@ -27,18 +27,15 @@ _TYPES = ("symmetric", "asymmetric", "sym", "asym")
 
 
 @dataclass(frozen=True)
-class Mixed:
+class Mixed(Block):
     """w ← r·w + (1-r)·q(w); r is 1 when the bits fall, and falls by quantize_change_ratio with every step."""
 
     enabled: bool = key(False, BOOL)
     quantize_change_ratio: float = key(0.001, FLOAT, above=0, most=1)
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
 
 @dataclass(frozen=True)
-class WeightQuantization:
+class WeightQuantization(Block):
     """Keys shared by all groups. quantize_groups: number of scales of a weight, which is cut along its outputs.
 
     quantization_period: 0: target_bits from the offset on.
@@ -60,12 +57,9 @@ class WeightQuantization:
     quantization_period: int = key(1, INT, least=0)
     fp16_mixed_quantize: Mixed = block(Mixed)
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
 
 @dataclass(frozen=True)
-class WeightBits:
+class WeightBits(Block):
     """Keys of a group. quantization_period: null: the shared one."""
 
     start_bits: int = required_key(INT, least=1, most=16)
@@ -73,13 +67,13 @@ class WeightBits:
     quantization_period: int | None = key(None, INT, null=True, least=0)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.target_bits > self.start_bits:
             raise ValueError(f"bits fall: target_bits {self.target_bits} is above start_bits {self.start_bits}")
 
 
 @dataclass(frozen=True)
-class ActivationQuantization:
+class ActivationQuantization(Block):
     """Keys shared by all groups. dynamic: a range for each token; static: the running range of training."""
 
     enabled: bool = key(False, BOOL)
@@ -87,22 +81,16 @@ class ActivationQuantization:
     quantization_type: str = key("symmetric", TEXT, choices=_TYPES)
     range_calibration: str = key("dynamic", TEXT, choices=("dynamic", "static"))
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
 
 @dataclass(frozen=True)
-class ActivationBits:
+class ActivationBits(Block):
     """Keys of a group."""
 
     bits: int = required_key(INT, least=2, most=16)
 
-    def __post_init__(self) -> None:
-        check_block(self)
-
 
 @dataclass(frozen=True)
-class Pruning:
+class Pruning(Block):
     """Keys shared by all groups of a pruning. schedule_offset_end: the density falls until this step, every stride
     steps; null: all at once.
     """
@@ -114,7 +102,7 @@ class Pruning:
     method: str = key("l1", TEXT, choices=("l1", "topk"))
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.schedule_offset_end is not None and self.schedule_offset_end < self.schedule_offset:
             raise ValueError(
                 f"schedule_offset_end {self.schedule_offset_end} is before schedule_offset {self.schedule_offset}"
@@ -129,13 +117,10 @@ class HeadPruning(Pruning):
 
 
 @dataclass(frozen=True)
-class DenseRatio:
+class DenseRatio(Block):
     """Keys of a group. dense_ratio: the share that is kept."""
 
     dense_ratio: float = required_key(FLOAT, above=0, most=1)
-
-    def __post_init__(self) -> None:
-        check_block(self)
 
 
 @dataclass(frozen=True)
@@ -183,7 +168,7 @@ class Technique:
 
 
 @dataclass(frozen=True)
-class LayerReduction:
+class LayerReduction(Block):
     """Layer i of module_name_prefix is the teacher's teacher_layer[i]; the modules of other_module_name are copied."""
 
     enabled: bool = key(False, BOOL)
@@ -193,7 +178,7 @@ class LayerReduction:
     other_module_name: tuple[str, ...] = key((), LIST)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         object.__setattr__(self, "teacher_layer", tuple(self.teacher_layer))
         object.__setattr__(self, "other_module_name", tuple(self.other_module_name))
         if not self.enabled:

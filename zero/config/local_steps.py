@@ -9,13 +9,13 @@ a `QSR`, {"scale": 0.01, "least": 8, "most": 64}; or an `Auto` of other bounds, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, cast
 
 from ...comm import CODECS
 from ...local.intervals import QSR, Auto, Every, interval_of
 from .reader import nearest
-from .schema import EVERY, FLOAT, INT, TEXT, Block, Key, as_json, key
+from .schema import EVERY, FLOAT, INT, TEXT, Block, Key, as_json, changed, key
 
 _QSR = {"scale": Key(FLOAT, above=0), "least": Key(INT, least=1), "most": Key(INT, least=1)}
 _AUTO = {"share": Key(FLOAT, above=0, most=1), "least": Key(INT, least=1), "most": Key(INT, least=1)}
@@ -44,8 +44,8 @@ class LocalRounds(Block):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.is_on:
-            if changed := next((f.name for f in fields(self) if getattr(self, f.name) != f.default), None):
-                raise ValueError(f"{changed} is set, but every is 0: no local steps; write how many, or drop both")
+            if others := changed(self):
+                raise ValueError(f"{others[0]} is set, but every is 0: no local steps; write how many, or drop both")
             return
         smallest = interval_of(self.interval()).smallest
         if self.start_steps:

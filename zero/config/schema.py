@@ -203,7 +203,8 @@ def required_key(kind: Kind, **rules: object) -> Any:
 
 def block(cls: type[T]) -> T:
     """A field that is a block; absent: its defaults."""
-    return field(default_factory=cls, metadata={_BLOCK: cls})
+    # Blocks are frozen, so all configurations share one that is absent, and it is checked once, here.
+    return field(default=cls(), metadata={_BLOCK: cls})
 
 
 def named_blocks(cls: type[T]) -> Mapping[str, T]:
@@ -229,19 +230,40 @@ def named_blocks_of(cls: type) -> Mapping[str, type]:
     return {f.name: f.metadata[_NAMED] for f in dataclasses.fields(cls) if _NAMED in f.metadata}
 
 
-def check_block(made: object) -> None:
-    """Check a block made in Python by the rules of a file; lists become tuples. For __post_init__."""
-    cls: type = type(made)
-    for name, rule in keys_of(cls).items():
-        object.__setattr__(made, name, rule.read(getattr(made, name), f"{cls.__name__}.{name}"))
-
-
 @dataclass(frozen=True)
 class Block:
-    """Base of a block. Raises TypeError or ValueError, however it is made, if a value breaks the rule of its key."""
+    """Base of a block. Raises TypeError or ValueError, however it is made, if a value breaks the rule of its key.
+
+    Lists become tuples, as if the block came from a file.
+    """
 
     def __post_init__(self) -> None:
-        check_block(self)
+        cls: type = type(self)
+        for name, rule in keys_of(cls).items():
+            object.__setattr__(self, name, rule.read(getattr(self, name), f"{cls.__name__}.{name}"))
+
+
+def changed(made: Block) -> list[str]:
+    """The names of the keys and blocks in a block that are not at their defaults, in the order of its class."""
+    names = []
+    for f in dataclasses.fields(made):
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        if getattr(made, f.name) != default:
+            names.append(f.name)
+    return names
+
+
+def is_set(made: Block, place: str) -> bool:
+    """Whether a key or block is not at its default.
+
+    Args:
+        made: The outermost block, as a `Config`.
+        place: The names from there on, as in "onebit.local_steps".
+    """
+    *outer, name = place.split(".")
+    for each in outer:
+        made = getattr(made, each)
+    return name in changed(made)
 
 
 def folded(value: object) -> object:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from ..config.reader import Reading, read_block
-from ..config.schema import ANYTHING, BOOL, INT, OBJECT, Inert, Kind, as_json, block, check_block, key
+from ..config.schema import ANYTHING, BOOL, INT, OBJECT, Block, Inert, Kind, as_json, block, key
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _RANKS = "ranks are those of the transport: pass transport= to init_inference"
 
 
 @dataclass(frozen=True)
-class TensorParallel:
+class TensorParallel(Block):
     """How many ranks compute each layer together: tp_size, 1 by default."""
 
     inert: ClassVar[Mapping[str, Inert]] = {
@@ -59,7 +59,7 @@ _ROUNDED = {
 
 
 @dataclass(frozen=True)
-class Weight:
+class Weight(Block):
     """The bits of a product's weights: 8 or 4; null (default) for those of dtype, otherwise 8."""
 
     inert: ClassVar[Mapping[str, Inert]] = _ROUNDED
@@ -69,7 +69,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Activation:
+class Activation(Block):
     """The bits of a product's inputs, only 8; off by default."""
 
     inert: ClassVar[Mapping[str, Inert]] = _ROUNDED
@@ -79,7 +79,7 @@ class Activation:
 
 
 @dataclass(frozen=True)
-class Quant:
+class Quant(Block):
     """Weights in few bits, on if the block is present; with activation.enabled also the inputs of products."""
 
     inert: ClassVar[Mapping[str, Inert]] = {"qkv": Inert(OBJECT, "all linear layers are treated in the same way")}
@@ -90,7 +90,7 @@ class Quant:
 
 
 @dataclass(frozen=True)
-class InferenceConfig:
+class InferenceConfig(Block):
     """The options of `init_inference`, by DeepSpeed's names.
 
     Args:
@@ -136,7 +136,7 @@ class InferenceConfig:
     quant: Quant = block(Quant)
 
     def __post_init__(self) -> None:
-        check_block(self)
+        super().__post_init__()
         if self.enable_cuda_graph and self.tensor_parallel.tp_size > 1:
             raise ValueError(
                 "enable_cuda_graph with tp_size > 1: sums over ranks cannot be replayed; remove one of them"

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol, TypedDict, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from ...comm import Transport, Work, torch_versions
 from ...comm.messages import gather_bytes, gather_texts, raise_on_all_ranks
 from ...model_parallel import local
 from ..checkpoint.materialize import to_device
+from ..config.schema import changed
 from ..config.sections import Pipelining
 from ..config.whole import Config
 from ..grid import Grid
@@ -112,10 +113,9 @@ def check(config: Config, model: object) -> None:
 
 def without_effect(settings: Pipelining, model: object) -> list[str]:
     """The keys of the block "pipeline" that have no effect if there is one stage, one line each."""
-    takes_interval, default = isinstance(model, PipelineModule), Pipelining()
-    names = [f.name for f in fields(settings) if f.name != "activation_checkpoint_interval" or not takes_interval]
-    changed = [name for name in names if name != "stages" and getattr(settings, name) != getattr(default, name)]
-    return [f"pipeline.{name} has no effect: there is one stage, and the model is not cut" for name in changed]
+    used = {"stages", "activation_checkpoint_interval"} if isinstance(model, PipelineModule) else {"stages"}
+    names = [name for name in changed(settings) if name not in used]
+    return [f"pipeline.{name} has no effect: there is one stage, and the model is not cut" for name in names]
 
 
 def build_stages(model: PipelineModule, settings: Pipelining, grid: Grid) -> dict[int, Stage]:
