@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -19,10 +19,8 @@ from torch.utils.data import Dataset
 from .config.whole import Config
 from .data import Loader
 from .grid import Grid
+from .parallel.sharding import Sharding
 from .parallel.tensor import Plan
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 T = TypeVar("T")
 F = TypeVar("F", bound="Feature")
@@ -45,6 +43,28 @@ class Asked:
     rank: int
     lr_scheduler: object = None
     tensor_plan: Plan | None = None
+
+
+class Training(Protocol):
+    """The engine, as a feature sees it: what `Engine` documents, to be read."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def grid(self) -> Grid: ...
+    @property
+    def sharding(self) -> Sharding: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def loader(self) -> Loader | None: ...
+    @property
+    def pipeline(self) -> object: ...
+    @property
+    def global_steps(self) -> int: ...
+    @property
+    def micro_steps_of_step(self) -> int: ...
+    def synchronise(self) -> None: ...
 
 
 class Feature:
@@ -96,19 +116,19 @@ class Feature:
             seed: Seed of the data order.
         """
 
-    def begin(self, engine: Engine) -> None:
+    def begin(self, engine: Training) -> None:
         """Set up with the new engine, before its first step."""
 
     # ---------------------------------------------------------------- a step
 
-    def batches(self, engine: Engine, batches: list[T]) -> list[T]:
+    def batches(self, engine: Training, batches: list[T]) -> list[T]:
         """Return the micro-batches of a `train_batch()`, inputs and targets, as they are to be used."""
         return batches
 
-    def begin_step(self, engine: Engine) -> None:
+    def begin_step(self, engine: Training) -> None:
         """Act before any gradient of the step leaves. In some steps it is called more than once."""
 
-    def inputs(self, engine: Engine, inputs: Sequence[object], named: Mapping[str, object]) -> Mapping[str, object]:
+    def inputs(self, engine: Training, inputs: Sequence[object], named: Mapping[str, object]) -> Mapping[str, object]:
         """Return the named arguments of a forward pass in training.
 
         Args:
@@ -118,11 +138,11 @@ class Feature:
         """
         return named
 
-    def end_step(self, engine: Engine) -> Mapping[str, object]:
+    def end_step(self, engine: Training) -> Mapping[str, object]:
         """Act after the update, or a skipped one, and return arguments of the schedule's step(), which comes next."""
         return {}
 
-    def after_step(self, engine: Engine) -> None:
+    def after_step(self, engine: Training) -> None:
         """Act after the schedule; `engine.global_steps` steps have been taken."""
 
     # ---------------------------------------------------------------- checkpoints
@@ -131,7 +151,7 @@ class Feature:
         """Return plain values for each rank's checkpoint; names are unique among features."""
         return {}
 
-    def load_state(self, engine: Engine, state: Mapping[str, object]) -> None:
+    def load_state(self, engine: Training, state: Mapping[str, object]) -> None:
         """Continue at `engine.global_steps`.
 
         Args:

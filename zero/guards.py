@@ -11,15 +11,15 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..usage.marks import GradientMark
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .form import Form
+from .grid import Grid
+from .parallel.sharding import Sharding
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,30 @@ _SELDOM = (
 )
 
 
+class Guarded(Protocol):
+    """The engine, as its guard sees it: what `Engine` documents, to be read."""
+
+    @property
+    def form(self) -> Form: ...
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def grid(self) -> Grid: ...
+    @property
+    def sharding(self) -> Sharding: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def scheduler(self) -> object: ...
+    @property
+    def has_gradients(self) -> bool: ...
+    @property
+    def micro_steps_of_step(self) -> int: ...
+    @property
+    def counts_micro_batches(self) -> bool: ...
+    def gradient_accumulation_steps(self) -> int: ...
+
+
 class Guard:
     """Watches an engine's module, optimizer and schedule. The engine wraps its own calls of them in `open`.
 
@@ -45,7 +69,7 @@ class Guard:
         has_run: Whether the model ran in training since the last backward pass.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Guarded):
         self._engine, self._is_open = engine, False
         self._optimized = set(engine.sharding.trained(engine.optimizer))
         left_out = [(name, p) for name, p in engine.module.named_parameters() if p not in self._optimized]
@@ -140,12 +164,12 @@ class Guard:
                 "which scales the loss and counts its micro-batch; call it in place of loss.backward(), or "
                 "engine.zero_grad() to drop what others have left"
             )
-        is_edited = self._sample is not None and not self._sample[1].is_still(self._sample[0])
+        if self._sample is not None and not self._sample[1].is_still(self._sample[0]):
+            divides = engine.sharding.divides_parameters  # clip_grad_norm_ is right on DTensors of one replica
+            others = engine.grid.transport.world_size if divides else engine.grid.shape.data_ranks
+            if others > 1 and not engine.form.steps_apart:
+                self._warn(_EDITED)
         self._sample = None
-        divides = engine.sharding.divides_parameters  # clip_grad_norm_ is right on DTensors of one replica
-        others = engine.grid.transport.world_size if divides else engine.grid.shape.data_ranks
-        if is_edited and not engine.form.steps_apart and others > 1:
-            self._warn(_EDITED)
         steps = engine.gradient_accumulation_steps()
         if 1 < steps <= self._micro_batches and engine.counts_micro_batches:
             self._warn(_SELDOM, self._micro_batches, steps)

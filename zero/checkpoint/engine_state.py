@@ -10,21 +10,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import StateDict
 
 from ...checkpoint.files import CheckpointError
 from ...comm.messages import gather_bytes, raise_on_all_ranks
+from ..config.whole import Config
+from ..feature import Feature, Training
+from ..form import Form
 from ..grid import AXES, GridShape
+from ..precision import LossScale
 from . import reshard
 from .files import Checkpoints, Loaded
 from .reshard import CopyPlan, ParamSlice
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +58,33 @@ class Contents:
             )
 
 
+class Saved(Training, Protocol):
+    """The engine, as a checkpoint sees it. Loading sets the counts and the loss scale."""
+
+    fp16_scale: LossScale
+    micro_steps: int
+    global_steps: int
+    skipped_steps: int
+    global_samples: int
+    micro_steps_of_step: int
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def form(self) -> Form: ...
+    @property
+    def scheduler(self) -> LRScheduler | None: ...
+    @property
+    def active_features(self) -> Sequence[Feature]: ...
+    @property
+    def has_gradients(self) -> bool: ...
+    def gradient_accumulation_steps(self) -> int: ...
+    def agree_on_loss_scale(self) -> None: ...
+    def zero_grad(self) -> None: ...
+
+
 def save(
-    engine: Engine,
+    engine: Saved,
     checkpoints: Checkpoints,
     client_state: object,
     contents: Contents,
@@ -99,7 +126,7 @@ def save(
         )
 
 
-def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Contents) -> tuple[str | None, object]:
+def load(engine: Saved, checkpoints: Checkpoints, tag: str | None, contents: Contents) -> tuple[str | None, object]:
     """See `Engine.load_checkpoint`. All ranks."""
     if not contents.optimizer:
         engine.synchronise()  # else the residuals of differing replicas would belong to weights that are gone
@@ -153,7 +180,7 @@ def load(engine: Engine, checkpoints: Checkpoints, tag: str | None, contents: Co
     return str(loaded.folder), own["client"]
 
 
-def _refuse_within_step(engine: Engine) -> None:
+def _refuse_within_step(engine: Saved) -> None:
     """Raise CheckpointError within a step: checkpoints have no gradients, so earlier micro-batches would be lost."""
     count = engine.gradient_accumulation_steps()
     done, problem = engine.micro_steps_of_step, None
@@ -169,7 +196,7 @@ def _refuse_within_step(engine: Engine) -> None:
     raise_on_all_ranks(engine.grid.world, problem, CheckpointError)
 
 
-def _load_rest(engine: Engine, own: StateDict, contents: Contents) -> None:
+def _load_rest(engine: Saved, own: StateDict, contents: Contents) -> None:
     """Load a rank's state other than the optimizer's."""
     if contents.scheduler and engine.scheduler is not None and own["scheduler"] is not None:
         engine.scheduler.load_state_dict(own["scheduler"])
@@ -187,7 +214,7 @@ def _load_rest(engine: Engine, own: StateDict, contents: Contents) -> None:
         torch.cuda.set_rng_state(own["cuda_rng"])
 
 
-def _about(engine: Engine) -> StateDict:
+def _about(engine: Saved) -> StateDict:
     return {
         "form": engine.form.name,
         "optimizer": engine.form.optimizer_name(),
@@ -197,7 +224,7 @@ def _about(engine: Engine) -> StateDict:
     }
 
 
-def _source(engine: Engine, found: Loaded) -> int:
+def _source(engine: Saved, found: Loaded) -> int:
     """The old rank whose own state this one takes over: under local steps one with the same part of the model."""
     if engine.form.steps_apart and _differs_in_replicas_alone(engine, found.stamp):
         place, there = engine.grid.coordinates, _shape(found.stamp)
@@ -205,7 +232,7 @@ def _source(engine: Engine, found: Loaded) -> int:
     return engine.grid.world.rank % len(found.own)
 
 
-def _check_stamp(engine: Engine, stamp: Mapping[str, object]) -> None:
+def _check_stamp(engine: Saved, stamp: Mapping[str, object]) -> None:
     mine, form = _about(engine), engine.form
     if _shape(stamp).world_size != stamp["world_size"]:
         raise CheckpointError(f"{_shape(stamp)} is no grid of {stamp['world_size']} ranks: the checkpoint is damaged")
@@ -242,12 +269,12 @@ def _shape(stamp: Mapping[str, object]) -> GridShape:
     return GridShape(tuple(sizes.get(axis, 1) for axis in AXES))
 
 
-def _differs_in_replicas_alone(engine: Engine, stamp: Mapping[str, object]) -> bool:
+def _differs_in_replicas_alone(engine: Saved, stamp: Mapping[str, object]) -> bool:
     there, here = _shape(stamp), engine.grid.shape
     return all(there.size(axis) == here.size(axis) for axis in AXES if axis != "replica")
 
 
-def _is_same_cut(engine: Engine, found: Loaded) -> bool:
+def _is_same_cut(engine: Saved, found: Loaded) -> bool:
     """Whether this rank holds the same slices as the old rank at its place, or as another replica of that."""
     if not _differs_in_replicas_alone(engine, found.stamp):
         return False
@@ -258,23 +285,23 @@ def _is_same_cut(engine: Engine, found: Loaded) -> bool:
     return reshard.saved_pieces(outline["pieces"]) == reshard.pieces_of(engine.sharding.held, engine.optimizer)
 
 
-def _state(engine: Engine) -> tuple[dict[str, Tensor], StateDict]:
+def _state(engine: Saved) -> tuple[dict[str, Tensor], StateDict]:
     """(tensors of all ranks together, by name; the rest of the optimizer's state, separate on each rank)."""
     model = _weights(engine)
     tensors, rest = engine.form.state()
     return model | {f"optimizer.{name}": x for name, x in tensors.items()}, rest
 
 
-def _weights(engine: Engine) -> dict[str, Tensor]:
+def _weights(engine: Saved) -> dict[str, Tensor]:
     return {f"model.{name}": x for name, x in engine.form.weights().items()}
 
 
-def _frozen(engine: Engine) -> set[str]:
+def _frozen(engine: Saved) -> set[str]:
     named = engine.module.named_parameters(remove_duplicate=False)
     return {f"model.{name}" for name, p in named if not p.requires_grad}
 
 
-def _load_own(engine: Engine, loaded: Loaded) -> None:
+def _load_own(engine: Saved, loaded: Loaded) -> None:
     """Load this rank's own state; for another number of replicas, those of all ranks with its part of the model."""
     place, there = engine.grid.coordinates, _shape(loaded.stamp)
     ranks = there.along("replica", there.rank(place | {"replica": 0}))
@@ -307,7 +334,7 @@ class _Recutting:
     cuts: list[list[CopyPlan]]
 
     @classmethod
-    def of(cls, engine: Engine, found: Loaded) -> _Recutting:
+    def of(cls, engine: Saved, found: Loaded) -> _Recutting:
         """Read the old ranks' outlines. Raises CheckpointError if they lack slices that this rank needs."""
         here, parts = (
             reshard.pieces_of(engine.sharding.held, engine.optimizer),
@@ -326,7 +353,7 @@ class _Recutting:
         return cls(here, parts, cuts)
 
 
-def _load_recut(engine: Engine, loaded: Loaded, recutting: _Recutting) -> None:
+def _load_recut(engine: Saved, loaded: Loaded, recutting: _Recutting) -> None:
     """Load this rank's state, cut from those of the old ranks."""
     try:
         state = reshard.recut(

@@ -31,7 +31,8 @@ from .techniques import (
 log = logging.getLogger(__name__)
 
 STEP = "compression_step"
-_ARMED = "_onebit_compression"
+ARMED = "_onebit_compression"
+"""Its name in the `__dict__` of a model that has an `Armed`."""
 
 Technique = WeightQuantization | Pruning | RelatedInputs | ActivationQuantization
 
@@ -96,7 +97,7 @@ class Armed:
 
 def armed_in(model: nn.Module) -> Armed | None:
     """The `Armed` of this model, or of the model inside a wrapper; None: there is none."""
-    return next((m.__dict__[_ARMED] for m in model.modules() if _ARMED in m.__dict__), None)
+    return next((m.__dict__[ARMED] for m in model.modules() if ARMED in m.__dict__), None)
 
 
 def arm(model: nn.Module, compression: Compression, plan: Plan) -> Armed:
@@ -120,7 +121,7 @@ def arm(model: nn.Module, compression: Compression, plan: Plan) -> Armed:
         quantization.without(tuple(_dropping(armed, each.name, 1 if is_convolution(module) else -1)))
         quantize_inputs(module, quantization)
     model.register_buffer(STEP, torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device))
-    model.__dict__[_ARMED] = armed
+    model.__dict__[ARMED] = armed
     model.register_load_state_dict_post_hook(_resume)
     armed.begin()
     return armed
@@ -160,7 +161,7 @@ def _dropping(armed: Armed, name: str, dim: int) -> Iterator[tuple[Pruning, int]
 def disarm(armed: Armed) -> None:
     """Remove step and record from a model without techniques."""
     delattr(armed.model, STEP)
-    del armed.model.__dict__[_ARMED]
+    del armed.model.__dict__[ARMED]
     hooks = armed.model._load_state_dict_post_hooks
     for number in [k for k, hook in hooks.items() if hook is _resume]:
         del hooks[number]
@@ -168,7 +169,7 @@ def disarm(armed: Armed) -> None:
 
 def _resume(module: nn.Module, incompatible: object) -> None:
     """A hook after load_state_dict."""
-    armed: Armed | None = module.__dict__.get(_ARMED)
+    armed: Armed | None = module.__dict__.get(ARMED)
     if armed is not None:
         armed.resume()
 

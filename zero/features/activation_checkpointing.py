@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
 from ..activations import Keep, checkpoint_calls, checkpoint_with, kept_within
 from ..config.whole import Config
-from ..feature import Asked, Feature
+from ..feature import Asked, Feature, Training
 from ..grid import Grid
 from ..pipeline.layers import parts_of
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +52,10 @@ class ActivationCheckpointing(Feature):
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = checkpoint_with(keep)
 
-    def begin(self, engine: Engine) -> None:
+    def begin(self, engine: Training) -> None:
         self._calls = checkpoint_calls()
 
-    def after_step(self, engine: Engine) -> None:
+    def after_step(self, engine: Training) -> None:
         if engine.global_steps == 1 and self._calls == checkpoint_calls() and engine.grid.world.rank == 0:
             log.warning(
                 "activation_checkpointing has no effect: no part of the model has called "

@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ..config.sections import CommsLogger as Settings
-from ..feature import Asked, Feature, T
-
-if TYPE_CHECKING:
-    from ..engine import Engine
+from ..feature import Asked, Feature, T, Training
 
 log = logging.getLogger(__name__)
 
@@ -57,21 +54,21 @@ class CommsLogger(Feature):
             log.warning("comms_logger has no effect: it logs every steps_per_print steps, which is null")
         return cls(settings, every) if settings.enabled else None
 
-    def batches(self, engine: Engine, batches: list[T]) -> list[T]:
+    def batches(self, engine: Training, batches: list[T]) -> list[T]:
         self._begin_if_due(engine)
         return batches
 
-    def inputs(self, engine: Engine, inputs: Sequence[object], named: Mapping[str, object]) -> Mapping[str, object]:
+    def inputs(self, engine: Training, inputs: Sequence[object], named: Mapping[str, object]) -> Mapping[str, object]:
         self._begin_if_due(engine)
         return named
 
-    def after_step(self, engine: Engine) -> None:
+    def after_step(self, engine: Training) -> None:
         if self._running is not None:
             running, self._running = self._running, None
             running.__exit__(None, None, None)
             log.info("%s", report(messages_of(running), engine.global_steps, each=self._settings.verbose))
 
-    def _begin_if_due(self, engine: Engine) -> None:
+    def _begin_if_due(self, engine: Training) -> None:
         """Profile from the step's first forward pass to its end, unless the program itself is profiling.
 
         Not from the end of the step before: an evaluation between them may be long, and all of it would be kept.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from ..compression.armed import armed_in
+from ..compression.armed import ARMED, armed_in
 from ..compression.config import compression_in
 from ..compression.scheduler import CompressionScheduler, scheduler_of
-from ..feature import Asked, Feature
-
-if TYPE_CHECKING:
-    from ..engine import Engine
+from ..feature import Asked, Feature, Training
 
 
 class Compression(Feature):
@@ -55,12 +52,12 @@ class Compression(Feature):
             )
         return cls()
 
-    def begin(self, engine: Engine) -> None:
+    def begin(self, engine: Training) -> None:
         is_first = engine.grid.world.rank == 0
         trained = engine.sharding.trained(engine.optimizer)
         self.scheduler = scheduler_of(engine.module, trained, engine.synchronise, says=is_first)
 
-    def after_step(self, engine: Engine) -> None:
+    def after_step(self, engine: Training) -> None:
         if self.scheduler is not None:
             self.scheduler.step()
 

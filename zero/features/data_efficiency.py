@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import nn
@@ -16,12 +16,9 @@ from ..data import Loader
 from ..data_efficiency import configured
 from ..data_efficiency.efficiency import Efficiency
 from ..data_efficiency.token_rates import TokenLR
-from ..feature import Asked, Feature
+from ..feature import Asked, Feature, Training
 from ..grid import Grid
 from ..parallel.tensor import splits_sequence
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 T = TypeVar("T")
 
@@ -94,23 +91,23 @@ class DataEfficiency(Feature):
 
     # ---------------------------------------------------------------- a step
 
-    def batches(self, engine: Engine, batches: list[T]) -> list[T]:
+    def batches(self, engine: Training, batches: list[T]) -> list[T]:
         is_counted = engine.pipeline is not None  # else the calls of the model count
         return self.efficiency.prepare_batches(batches, engine.global_steps, is_counted=is_counted)
 
-    def begin_step(self, engine: Engine) -> None:
+    def begin_step(self, engine: Training) -> None:
         """Scale the learning rates for dynamic batching."""
         self.efficiency.begin_rates(engine.optimizer, getattr(engine.loader, "lr_scale", 1.0))
 
-    def inputs(self, engine: Engine, inputs: Sequence[object], named: Mapping[str, object]) -> Mapping[str, object]:
+    def inputs(self, engine: Training, inputs: Sequence[object], named: Mapping[str, object]) -> Mapping[str, object]:
         rank = engine.grid.world.rank
         return self.efficiency.prepare(engine.module, engine.global_steps, tuple(inputs), named, rank)
 
-    def end_step(self, engine: Engine) -> Mapping[str, object]:
+    def end_step(self, engine: Training) -> Mapping[str, object]:
         self.efficiency.end_rates(engine.optimizer)
         return {"tokens": self.efficiency.consumed(engine.grid)} if self.efficiency.counts_tokens else {}
 
-    def after_step(self, engine: Engine) -> None:
+    def after_step(self, engine: Training) -> None:
         self.efficiency.go_to(engine.global_steps)
 
     # ---------------------------------------------------------------- checkpoints
@@ -118,6 +115,6 @@ class DataEfficiency(Feature):
     def state(self) -> dict[str, object]:
         return {"layer_tokens": self.efficiency.layer_tokens}
 
-    def load_state(self, engine: Engine, state: Mapping[str, object]) -> None:
+    def load_state(self, engine: Training, state: Mapping[str, object]) -> None:
         self.efficiency.layer_tokens = cast(int, state.get("layer_tokens", 0))
         self.efficiency.go_to(engine.global_steps)

@@ -6,17 +6,14 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..config.sections import FlopsProfiler as Settings
-from ..feature import Asked, Feature
-
-if TYPE_CHECKING:
-    from ..engine import Engine
+from ..feature import Asked, Feature, Training
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +41,7 @@ class FlopsProfiler(Feature):
             return None
         return cls(settings) if settings.enabled else None
 
-    def inputs(self, engine: Engine, inputs: Sequence[object], named: Mapping[str, object]) -> Mapping[str, object]:
+    def inputs(self, engine: Training, inputs: Sequence[object], named: Mapping[str, object]) -> Mapping[str, object]:
         is_due = engine.global_steps == self._settings.profile_step and engine.micro_steps_of_step == 0
         if is_due and engine.grid.world.rank == 0:
             self._count_next_pass(engine.module)
