@@ -220,7 +220,12 @@ def local_rank() -> int:
 
 
 def init(
-    backend: str | None = None, timeout_s: float = 300.0, *, levels: int | str = "auto", hops: int | str = "auto"
+    backend: str | None = None,
+    timeout_s: float = 300.0,
+    *,
+    levels: int | str = "auto",
+    hops: int | str = "auto",
+    launch: Launch | None = None,
 ) -> Transport:
     """Connect this rank to the others. All ranks call it once, before anything else that communicates.
 
@@ -240,6 +245,7 @@ def init(
             otherwise flat, and rank 0 logs the reason unless it is obvious.
         hops: 2: exchanges between nodes go through rows and columns, with 2·√H messages for H nodes instead of H, and
             half as many bytes again; 1: each rank sends to all others. Default "auto": 2 from `hops.FROM` nodes on.
+        launch: What `detect` has found, if the caller has asked it already. Default None: asked here.
 
     Returns:
         This rank's `Transport`.
@@ -258,7 +264,7 @@ def init(
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return _in_hierarchy(_on_existing_group(backend, timeout_s), levels, hops)
-    launch = detect(os.environ)
+    launch = detect(os.environ) if launch is None else launch
     if backend is None and launch.launcher == _SINGLE:
         return _in_hierarchy(SimTransport(), levels, hops)
     transport = _start(launch, backend or _default_backend(launch), timeout_s)

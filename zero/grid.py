@@ -234,7 +234,12 @@ class Grid:
 
 
 def start(
-    *, backend: str | None = None, timeout_s: float = 300.0, sequence: int | None = None, **sizes: int | None
+    *,
+    backend: str | None = None,
+    timeout_s: float = 300.0,
+    sequence: int | None = None,
+    launch: Launch | None = None,
+    **sizes: int | None,
 ) -> Grid:
     """Make the grid: process groups, mesh, transports. All ranks, once, before anything else that communicates.
 
@@ -245,12 +250,13 @@ def start(
             and "gloo" without.
         timeout_s: How long an operation waits for a peer, in seconds. Default 300.
         sequence: Ranks that share each sequence. Default None: one.
+        launch: What `comm.launch.detect` has found. Default None: asked here.
         **sizes: pipe=, replica=, shard=, tensor=; `shape_of` computes those left out.
 
     Raises:
         ValueError: The sizes do not fit. Raised before any process group is made.
     """
-    launch = detect(os.environ)
+    launch = detect(os.environ) if launch is None else launch
     is_there = torch.distributed.is_initialized()
     world_size = torch.distributed.get_world_size() if is_there else launch.world_size
     knows_nodes = launch.world_size == world_size
@@ -259,7 +265,7 @@ def start(
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     if is_there and knows_nodes and "nccl" in torch.distributed.get_backend_config():
         choose_device(launch)
-    world = init(backend, timeout_s, levels=1, hops=1)
+    world = init(backend, timeout_s, levels=1, hops=1, launch=launch)
     assert isinstance(world, TorchTransport)
     device_type = "cuda" if "nccl" in torch.distributed.get_backend_config() else "cpu"
     transports = {axis: world.split(shape.along(axis, world.rank)) for axis in AXES}

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import ParamsT
 from torch.utils.data import Dataset
 
-from ..comm.launch import Launch, detect
+from ..comm.launch import Launch
 from . import grid as grids
 from .checkpoint.materialize import is_meta, materialize, to_device
 from .checkpoint.weights import check_can_export
@@ -58,6 +58,7 @@ def initialize(
     model: nn.Module | PipelineModule,
     config: ConfigLike,
     *,
+    launch: Launch,
     optimizer: torch.optim.Optimizer | Callable[[ParamsT], torch.optim.Optimizer] | None = None,
     model_parameters: ParamsT | Groups | None = None,
     training_data: Dataset[object] | None = None,
@@ -79,11 +80,11 @@ def initialize(
         engine_class: Class of the engine.
         model: The caller's, after `checked`.
         timeout_s: How long an operation waits for a peer, in seconds, if there is no grid yet. Default 300.
+        launch: The launcher's ranks.
     """
     # Read the configuration, for the ranks of the grid or of the launcher.
     if isinstance(model, PipelineModule) and model.num_stages is not None:
         fills.setdefault("stages", model.num_stages)
-    launch = detect(os.environ)
     read = _read(config, launch, grid, fills)
     rank = launch.rank if grid is None else grid.world.rank
 
@@ -115,6 +116,7 @@ def initialize(
         grid = grids.start(
             timeout_s=timeout_s,
             sequence=read.sequence_ranks,
+            launch=launch,
             pipe=read.pipeline.ranks,
             shard=shard_ranks(read, launch),
             tensor=read.onebit.tensor,

@@ -107,7 +107,8 @@ def initialize(
     if dist_init_required is False or distributed_port is not None:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     given = _named_config(config, config_params, args)
-    world_size = detect(os.environ).world_size if grid is None else grid.world.world_size
+    launch = detect(os.environ)
+    world_size = launch.world_size if grid is None else grid.world.world_size
     if mesh_param is not None:
         shares, ranks = mesh_param
         if shares * ranks != world_size:
@@ -122,6 +123,7 @@ def initialize(
         DeepSpeedEngine,
         model,
         given,
+        launch,
         optimizer=optimizer,
         model_parameters=model_parameters,
         training_data=training_data,
