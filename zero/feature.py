@@ -71,7 +71,11 @@ class Feature:
     """One feature of one engine. `of` makes it; all ranks call its methods."""
 
     blocks: ClassVar[tuple[str, ...]]
-    """Its keys at the top level of the configuration."""
+    """Its keys at the top level of the configuration; `of` is asked if one of them is not at its default."""
+    keys: ClassVar[tuple[str, ...]] = ()
+    """Its keys in the block "onebit", likewise."""
+    mark: ClassVar[str | None] = None
+    """A name in the `__dict__` of a module; `of` is asked if a module of the model has it, too."""
     example: ClassVar[Mapping[str, object]]
     """Values of some of them that turn it on; the tests of all features run it."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -21,7 +21,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 from ..comm import Transport
 from ..model_parallel import ModelParallelGroup, model_parallel_group_of
 from .config.optimizers import OptimizerChoice, build_optimizer
-from .config.sections import Onebit
+from .config.schema import changed
 from .config.whole import Config
 from .grid import Grid, GridShape
 from .parallel.dense import stepping
@@ -38,9 +38,10 @@ _OF_ALL = {
     "bucket_cap_mb",
     "max_consecutive_skips",
     "forward_methods",
+    "activation_folder",
     "sequence",
 }
-"""Keys of the block "onebit" that every form acts on."""
+"""Keys of the block "onebit" that every form or a feature acts on."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,9 @@ class Form(ABC):
     """Name of the form in checkpoints and messages."""
     example: ClassVar[Mapping[str, object]]
     """Blocks of a configuration that has this form on any number of ranks; the tests of all forms run it."""
+    block: ClassVar[str] = ""
+    """Place of a block of the configuration, as "onebit.local_steps": `fits` is not asked while it is at its default.
+    Empty: `fits` is always asked."""
     keys: ClassVar[frozenset[str]] = frozenset()
     """Keys of the block "onebit" that this form acts on, in addition to those of all forms."""
     sends: ClassVar[str] = ""
@@ -192,10 +196,11 @@ class Form(ABC):
             config: The configuration.
             shape: Number of ranks along each axis.
         """
-        ours, default, lines = config.onebit, Onebit(), []
-        for name in (f.name for f in fields(ours) if f.name not in cls.keys | _OF_ALL):
-            if getattr(ours, name) != getattr(default, name):
-                lines.append(f"onebit.{name} has no effect in the form {cls.name!r}")
+        lines = [
+            f"onebit.{name} has no effect in the form {cls.name!r}"
+            for name in changed(config.onebit)
+            if name not in cls.keys | _OF_ALL
+        ]
         if cls.sends and config.communication_data_type not in (None, cls.sends_dtype):
             lines.append(f"communication_data_type has no effect in the form {cls.name!r}, which {cls.sends}")
         if (cls.averages_gradients or cls.steps_apart) and not config.zero_optimization.overlap_comm:

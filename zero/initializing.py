@@ -25,6 +25,7 @@ from ..comm.launch import Launch
 from . import grid as grids
 from .checkpoint.materialize import is_meta, materialize, to_device
 from .checkpoint.weights import check_can_export
+from .config.schema import is_set
 from .config.whole import Config, Fills, read_config
 from .data import Loader, ShardedLoader
 from .engine import Engine
@@ -57,8 +58,8 @@ def initialize(
     engine_class: type[E],
     model: nn.Module | PipelineModule,
     config: ConfigLike,
-    *,
     launch: Launch,
+    *,
     optimizer: torch.optim.Optimizer | Callable[[ParamsT], torch.optim.Optimizer] | None = None,
     model_parameters: ParamsT | Groups | None = None,
     training_data: Dataset[object] | None = None,
@@ -79,8 +80,8 @@ def initialize(
     Args:
         engine_class: Class of the engine.
         model: The caller's, after `checked`.
-        timeout_s: How long an operation waits for a peer, in seconds, if there is no grid yet. Default 300.
         launch: The launcher's ranks.
+        timeout_s: How long an operation waits for a peer, in seconds, if there is no grid yet. Default 300.
     """
     # Read the configuration, for the ranks of the grid or of the launcher.
     if isinstance(model, PipelineModule) and model.num_stages is not None:
@@ -93,7 +94,7 @@ def initialize(
         if huggingface.is_decoder(model):
             model = huggingface.DecoderPipeline(cast(nn.Module, model), read.pipeline)
         pipeline.check(read, model)
-    elif rank == 0:
+    elif rank == 0 and is_set(read, "pipeline"):
         for warning in pipeline.without_effect(read.pipeline, model):
             log.warning("%s", warning)
     _check_values(model, weights, rank)
@@ -115,8 +116,8 @@ def initialize(
     if grid is None:
         grid = grids.start(
             timeout_s=timeout_s,
-            sequence=read.sequence_ranks,
             launch=launch,
+            sequence=read.sequence_ranks,
             pipe=read.pipeline.ranks,
             shard=shard_ranks(read, launch),
             tensor=read.onebit.tensor,

@@ -12,8 +12,10 @@ from ranks import run_torchrun
 
 from onebit import zero
 from onebit.comm.launch import Launch
+from onebit.zero.config.sections import Onebit
 from onebit.zero.feature import Asked, Feature
 from onebit.zero.features import FEATURES, features_of
+from onebit.zero.features.compression import Compression
 from onebit.zero.form import Form
 from onebit.zero.forms import FORMS, choose, shard_ranks
 from onebit.zero.forms.dense import Dense
@@ -49,6 +51,32 @@ def test_a_feature_is_off_until_a_block_of_its_own_asks_for_it(feature: type[Fea
     assert zero.read_config(read.to_dict(), world_size=2) == read != plain
     model = zero.init_compression(Net(), config) if "compression_training" in config else Net()
     assert [type(each) for each in features_of(Asked(read, model, 0))] == [feature]
+
+
+def test_a_plain_configuration_asks_no_feature_and_a_mark_asks_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is off is not asked: neither features, nor forms whose block is absent."""
+    asked: list[type] = []
+    for feature in FEATURES:
+        monkeypatch.setattr(feature, "of", classmethod(lambda cls, given: asked.append(cls)))
+    plain = zero.read_config(config_of(Dense.example, "/files", 1), world_size=1)
+    assert features_of(Asked(plain, Net(), 0)) == () and asked == []
+    compressed = zero.init_compression(Net(), config_of(Dense.example, "/files", 1, **Compression.example))
+    features_of(Asked(plain, compressed, 0))
+    assert asked == [Compression]
+    for form in FORMS:
+        if form.block:
+            monkeypatch.setattr(form, "fits", classmethod(lambda cls, *given: asked.append(cls)))
+    assert choose(plain, GridShape((1, 1, 1, 1))) is Dense and asked == [Compression]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=names(FORMS))
+def test_no_form_warns_of_what_a_feature_acts_on(form: type[Form]) -> None:
+    values = {"sequence": {"codec": "int8"}, "activation_folder": "/files"}
+    keys = {key for feature in FEATURES for key in feature.keys}
+    assert keys == set(values) <= {field.name for field in fields(Onebit)}
+    ours = {"onebit": {**form.example.get("onebit", {}), **values}}
+    read = zero.read_config(config_of({**form.example, **ours}, "/files", 1), world_size=1)
+    assert form.without_effect(read, GridShape((1, 1, 1, 1))) == []
 
 
 def test_names_in_checkpoints_and_blocks_are_unique() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..config.schema import changed
 from ..feature import Asked, Feature
 from .activation_checkpointing import ActivationCheckpointing
 from .comms_logger import CommsLogger
@@ -25,11 +26,19 @@ FEATURES: tuple[type[Feature], ...] = (
 def features_of(asked: Asked) -> tuple[Feature, ...]:
     """Return the features that the configuration and the model ask for. No communication.
 
+    A plain configuration, of a model without marks, asks none of them.
+
     Args:
         asked: Configuration, model and arguments.
 
     Raises:
         ValueError: A feature does not fit this model or configuration.
     """
-    found = [feature.of(asked) for feature in FEATURES]
-    return tuple(feature for feature in found if feature is not None)
+    blocks, keys = set(changed(asked.config)), set(changed(asked.config.onebit))
+    marks = {name for module in asked.outline.modules() for name in vars(module)}
+    found = []
+    for kind in FEATURES:
+        is_asked = blocks.intersection(kind.blocks) or keys.intersection(kind.keys) or kind.mark in marks
+        if is_asked and (feature := kind.of(asked)) is not None:
+            found.append(feature)
+    return tuple(found)

@@ -25,7 +25,7 @@ class ActivationCheckpointing(Feature):
         config: The configuration.
     """
 
-    blocks = ("activation_checkpointing",)
+    blocks, keys = ("activation_checkpointing",), ("activation_folder",)
     example: ClassVar[Mapping[str, object]] = {"activation_checkpointing": {"cpu_checkpointing": True}}
     only_watches = True
 

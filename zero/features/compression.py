@@ -18,7 +18,7 @@ class Compression(Feature):
         scheduler: The scheduler; None before `begin`.
     """
 
-    blocks = ("compression_training",)
+    blocks, mark = ("compression_training",), ARMED
     example: ClassVar[Mapping[str, object]] = {
         "compression_training": {
             "weight_quantization": {

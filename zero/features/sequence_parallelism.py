@@ -30,7 +30,7 @@ class SequenceParallelism(Feature):
         config: The configuration.
     """
 
-    blocks = ("sequence_parallel_size",)
+    blocks, keys = ("sequence_parallel_size",), ("sequence",)
     example: ClassVar[Mapping[str, object]] = {"sequence_parallel_size": 2}
 
     def __init__(self, config: Config):

@@ -27,6 +27,7 @@ from ...agreement.replicas import make_equal, unequal_lines
 from ...comm.launch import Launch
 from ...model_parallel import local as held  # `local` is a module here
 from ...usage.buffers import begin_equal
+from ..config.schema import is_set
 from ..config.whole import Config
 from ..form import Form, Given
 from ..grid import Grid, GridShape
@@ -44,8 +45,8 @@ log = logging.getLogger(__name__)
 FORMS: tuple[type[Form], ...] = (
     Local,
     Offloaded,
-    Dense,
     Replicated,
+    Dense,
     IntraNode,
     InterNode,
 )
@@ -53,7 +54,7 @@ FORMS: tuple[type[Form], ...] = (
 
 
 def choose(config: Config, shape: GridShape) -> type[Form]:
-    """Return the first form that fits this grid. Pure.
+    """Return the first form that fits this grid, of those whose block is in the configuration. Pure.
 
     Args:
         config: The configuration.
@@ -63,7 +64,7 @@ def choose(config: Config, shape: GridShape) -> type[Form]:
         ValueError: No form fits.
     """
     for form in FORMS:
-        if form.fits(config, shape):
+        if (not form.block or is_set(config, form.block)) and form.fits(config, shape):
             return form
     raise ValueError(
         f"no form fits this configuration on a grid of {shape}: there are {', '.join(f.name for f in FORMS)}"
@@ -83,8 +84,10 @@ def shard_ranks(config: Config, launch: Launch) -> int:
     Raises:
         ValueError: onebit.tensor does not divide the ranks of a node.
     """
+    if config.zero_optimization.stage == 0:
+        return 1
     is_in_nodes = config.onebit.local_steps.is_on or (config.optimizer is not None and config.optimizer.is_one_bit)
-    if config.zero_optimization.stage == 0 or (is_in_nodes and config.onebit.sharding == "inter_node"):
+    if is_in_nodes and config.onebit.sharding == "inter_node":
         return 1
     if config.onebit.ranks_per_node is None and config.zero_optimization.ranks_per_shard_group is not None:
         return config.zero_optimization.ranks_per_shard_group

@@ -39,6 +39,7 @@ class Local(InNode):
         "zero_optimization": {"stage": 2},
         "onebit": {"local_steps": {"every": 3}},
     }
+    block = "onebit.local_steps"
     keys = frozenset({"local_steps", "block", "error_dtype", "check_replicas_every"})
     sends = "sends differences in onebit.local_steps.codec"
     fixed_cut = "the form local"
@@ -50,8 +51,6 @@ class Local(InNode):
 
     @classmethod
     def fits(cls, config: Config, shape: GridShape) -> bool:
-        if not config.onebit.local_steps.is_on:
-            return False
         choice, stage = config.optimizer, config.zero_optimization.stage
         if choice is not None and choice.is_one_bit:
             raise ValueError(

@@ -28,6 +28,7 @@ class Offloaded(Dense):
     """Keeps all parameters, gradients and state in files of each rank."""
 
     optimizer: Offload
+    block = "zero_optimization.offload_param"
     example: ClassVar[Mapping[str, object]] = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/local_nvme"}},
@@ -35,9 +36,8 @@ class Offloaded(Dense):
 
     @classmethod
     def fits(cls, config: Config, shape: GridShape) -> bool:
-        if config.zero_optimization.offload_param.device != "nvme":
-            return False
-        return shape.size("pipe") == shape.size("tensor") == 1 and super().fits(config, shape)
+        is_in_files = config.zero_optimization.offload_param.device == "nvme"
+        return is_in_files and shape.size("pipe") == shape.size("tensor") == 1 and super().fits(config, shape)
 
     @classmethod
     def check(cls, given: Given) -> None:

@@ -14,7 +14,7 @@ from ...comm.messages import gather_bytes
 from ...model_parallel import ModelParallelGroup
 from ...optimizer import CompressedOptimizer
 from ..config.whole import Config
-from ..form import Form, Given
+from ..form import Form, Given, is_plain
 from ..grid import GridShape
 from ..offload.mapped import map_state
 from .in_node import InNode, uses_files
@@ -57,7 +57,7 @@ class Replicated(OneBit, InNode):
 
     @classmethod
     def fits(cls, config: Config, shape: GridShape) -> bool:
-        return config.zero_optimization.stage == 0 and config.dtype == torch.float32
+        return is_plain(config) and config.optimizer is not None and config.optimizer.is_one_bit
 
     @classmethod
     def make_optimizer(cls, given: Given, held: ModelParallelGroup) -> torch.optim.Optimizer:
