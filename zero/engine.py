@@ -119,10 +119,11 @@ class Engine:
         self.has_gradients = False
         self._said_boundary: bool | None = None
         self._monitors, self._loss = monitors, torch.zeros((), dtype=torch.float32, device="cpu")
-        self._clock = WallClock(self.config.wall_clock_breakdown)
+        self._clock = WallClock() if self.config.wall_clock_breakdown else None
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._has_warned_of_no_graph = False
-        if self.config.dtype != torch.float32:
+        self._low_dtype = None if self.config.dtype == torch.float32 else self.config.dtype
+        if self._low_dtype is not None:
             widen_batch_norms(self.module)
         for feature in features:
             feature.begin(self)
@@ -140,9 +141,9 @@ class Engine:
             for feature in self.active_features:
                 named = dict(feature.inputs(self, inputs, named))
         self.sharding.begin_forward(is_last=self.is_gradient_accumulation_boundary() or not self.module.training)
-        if self.config.dtype != torch.float32:
-            inputs, named = cast_floats((inputs, named), self.config.dtype)
-        clock = self._clock.measure("forward") if self.module.training else nullcontext()
+        if self._low_dtype is not None:
+            inputs, named = cast_floats((inputs, named), self._low_dtype)
+        clock = self._timed("forward") if self.module.training else nullcontext()
         is_cast = self.config.torch_autocast.enabled
         autocast = torch.autocast(self.grid.device.type, torch.bfloat16) if is_cast else nullcontext()
         with clock, self._naming_peers(), autocast:
@@ -173,7 +174,7 @@ class Engine:
         self.form.set_grad_scale(self.fp16_scale.value)
         passes, is_last = self.sharding.passes, self.is_gradient_accumulation_boundary()
         within = self.sharding.backward(is_last=is_last)
-        with self._clock.measure("backward"), self._without_traffic(), within, self._naming_peers():
+        with self._timed("backward"), self._without_traffic(), within, self._naming_peers():
             if loss.requires_grad or self.grid.shape.data_ranks == 1:  # a rank without others gets torch's error
                 torch.autograd.backward(loss.float() * (self.fp16_scale.value / divisor), retain_graph=retain_graph)
             elif not self._has_warned_of_no_graph:
@@ -194,6 +195,10 @@ class Engine:
         if self.sharding.divides_parameters:
             self._begin_step()
         self.sharding.stand_in(is_last=self.is_gradient_accumulation_boundary())
+
+    def _timed(self, part: str) -> AbstractContextManager[None]:
+        """Add the time of this block to a part of the step, if the configuration asks for the times."""
+        return nullcontext() if self._clock is None else self._clock.measure(part)
 
     def _naming_peers(self) -> AbstractContextManager[None]:
         """Turn network errors of FSDP2's traffic into the error that an optimizer's exchange raises."""
@@ -247,7 +252,7 @@ class Engine:
         self.guard.before_update()
         rates = self.get_lr()
         self.micro_steps_of_step = 0
-        with self._clock.measure("step"), self.guard.open():
+        with self._timed("step"), self.guard.open():
             is_skipped = self.form.step(self.global_steps + 1, self.fp16_scale.value)
             self.optimizer.zero_grad()
         schedule_with = dict(lr_kwargs or {})
@@ -256,8 +261,10 @@ class Engine:
         self.global_steps += 1
         self.global_samples += self.config.train_batch_size
         self.skipped_steps += is_skipped
-        self._write_scalars(rates[0])
-        self.fp16_scale = self.fp16_scale.after(is_skipped)
+        if self._monitors:
+            self._write_scalars(rates[0])
+        if self.config.fp16.enabled:
+            self.fp16_scale = self.fp16_scale.after(is_skipped)
         stays = is_skipped and not self.form.steps_apart  # replicas share one schedule, even if each skips alone
         if self.scheduler is not None and not stays:
             self.scheduler.step(**schedule_with)  # type: ignore[arg-type]
@@ -273,7 +280,8 @@ class Engine:
                 self.get_lr(),
                 self.fp16_scale.value,
             )
-            self._clock.report()
+            if self._clock is not None:
+                self._clock.report()
 
     @outside_graphs
     def train_batch(self, data_iter: Iterator[pipeline.Batch] | None = None) -> Tensor:
@@ -309,7 +317,7 @@ class Engine:
         self.guard.before_backward()
         self.form.set_grad_scale(self.fp16_scale.value)
         self._begin_step()
-        with self._clock.measure("pipeline"), self.form.no_sync():
+        with self._timed("pipeline"), self.form.no_sync():
             mine = self.pipeline.run(batches, self.fp16_scale.value)
         if self.form.ties is not None:
             self.form.ties.add_gradients()
@@ -414,8 +422,7 @@ class Engine:
 
     def _placed(self, inputs: object, target: object) -> pipeline.Batch:
         inputs, target = tree_map(lambda x: x.to(self.grid.device) if isinstance(x, Tensor) else x, (inputs, target))
-        is_low = self.config.dtype != torch.float32
-        return cast_floats(inputs, self.config.dtype) if is_low else inputs, target
+        return inputs if self._low_dtype is None else cast_floats(inputs, self._low_dtype), target
 
     def _pieces(self, batches: list[pipeline.Batch]) -> list[pipeline.Batch]:
         """Return this rank's pieces if layers or stages split sequences; other models cut their own."""
@@ -446,8 +453,6 @@ class Engine:
 
     def _write_scalars(self, rate: float) -> None:
         """Write the last step's scalars to the monitors, against samples: this rank's mean loss, lr and loss scale."""
-        if not self._monitors:
-            return
         values = {"train_loss": float(self._loss), "lr": rate, "skipped_steps": float(self.skipped_steps)}
         if self.config.fp16.enabled:
             values["loss_scale"] = self.fp16_scale.value

@@ -134,7 +134,7 @@ def _csv_files(monitor: Monitor) -> Writer:
 
 @dataclass
 class WallClock:
-    """Milliseconds in the parts of steps, added up until they are logged. is_on: if False, it costs nothing.
+    """Milliseconds in the parts of steps, added up until they are logged.
 
     The parts are forward, backward and step; a pipeline's run takes the place of the first two.
 
@@ -142,16 +142,12 @@ class WallClock:
     nothing overlaps.
     """
 
-    is_on: bool
     steps: int = 0
     ms: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
         """Add the time of this block to a part."""
-        if not self.is_on:
-            yield
-            return
         began = _now()
         yield
         self.ms[part] = self.ms.get(part, 0.0) + 1e3 * (_now() - began)

@@ -57,7 +57,7 @@ def test_forward_backward_and_step(grid: grids.Grid, caplog: pytest.LogCaptureFi
 def test_a_pipeline_has_its_run_in_place_of_forward_and_backward(caplog: pytest.LogCaptureFixture) -> None:
     """As `train_batch` measures it; tests/processes/pipeline_ranks.py runs it with the clock on."""
     caplog.set_level(logging.INFO, "onebit")
-    clock = WallClock(is_on=True)
+    clock = WallClock()
     for _ in range(2):
         for part in ("pipeline", "step"):
             with clock.measure(part):
@@ -67,11 +67,15 @@ def test_a_pipeline_has_its_run_in_place_of_forward_and_backward(caplog: pytest.
     assert list(found) == ["pipeline", "step"] and all(10 <= ms < 2000 for ms in found.values())
 
 
-def test_off_it_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_it_does_not_wait_for_the_device(grid: grids.Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
     for is_on in (False, True):
-        with WallClock(is_on).measure("step"):
-            pass
+        config = CONFIG | {"wall_clock_breakdown": is_on, "gradient_accumulation_steps": 1}
+        engine = zero.initialize(model=nn.Linear(8, 2), config=config, grid=grid)[0]
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.cuda, "is_initialized", lambda: True)
+            patched.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+            loss = engine(torch.ones(4, 8)).mean()
+            engine.backward(loss)
+            engine.step()
         assert bool(waits) == is_on
