@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from ..comm import CODECS, momentum_codecs
 from ..zero.inference.plan import ServeRun, token_plan
@@ -141,31 +141,51 @@ def shape(text: str) -> tuple[int, int]:
     return int(layers), int(width)
 
 
-def _add_offload(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "offload",
-        "plan offload, with --device-gb or --host-gb: on one GPU, or one host without; with several ranks, compare "
-        "where the state is encoded",
-    )
-    add = group.add_argument
-    add("--device-gb", type=float, help="memory of the GPU; 0: no GPU")
-    add("--host-gb", type=float, help="host memory that may be used (default: 128)")
-    add("--disk-gb", type=float, default=0.0, help="space on a local disk (default: 0)")
-    add("--pcie", type=float, default=25.0, metavar="GB/s", help="bandwidth of PCIe in one direction (default: 25)")
-    add("--disk", type=float, default=5.0, metavar="GB/s", help="bandwidth of the disk (default: 5)")
-    add("--device-memory", type=float, default=1000.0, metavar="GB/s", help="bandwidth of GPU memory (default: 1000)")
-    add("--host-memory", type=float, default=100.0, metavar="GB/s", help="bandwidth of host memory (default: 100)")
-    add("--tflops", type=float, default=100.0, help="speed that the device reaches (default: 100)")
-    add("--tokens", type=number, default=4096.0, help="tokens of a step (default: 4096)")
-    add("--largest", type=number, default=0.0, help="elements of the largest parameter (default: 0)")
-    add("--modules", type=int, default=0, help="modules that own parameters; counts their Python objects (default: 0)")
-    add("--ratio", type=float, help="mode state: share of parameters with their state in the store (default: 1)")
-    add("--trained", type=number, help="trained parameters, if the rest is frozen (default: all)")
+# ---------------------------------------------------------------- what is asked
 
 
-def _offload_run(args: argparse.Namespace) -> OffloadRun:
+class Answer(NamedTuple):
+    """A run, its plans as a table and for --json, and notes below the table."""
+
+    run: Any
+    table: Table
+    plans: Iterable[Any]
+    notes: Sequence[str] = ()
+
+
+def answer(args: argparse.Namespace) -> Answer:
+    """The plans that the options ask for. Raises ValueError if they are out of range or contradict each other."""
+    Run(args.params, args.hosts, args.ranks_per_host)  # checks the numbers that all kinds have
+    is_one = args.hosts == args.ranks_per_host == 1
+    if args.device_gb is not None or args.host_gb is not None:
+        return _offload(args) if is_one else _encode(args)
+    if args.sequence is not None:
+        return _sequence(args)
+    if args.trained is not None or args.ratio is not None:
+        raise ValueError("--trained and --ratio belong to offload: add --device-gb or --host-gb")
+    return _train(args) if args.serve is None else _serve(args)
+
+
+def _train(args: argparse.Namespace) -> Answer:
+    numbers = args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, args.compute
+    named = {"codec": args.codec, "warmup_codec": args.warmup_codec, "local_steps": args.local_steps}
+    run = Run(*numbers, **named, steps=args.steps)
+    notes = [_STAGE_0] if min(run.hosts, run.ranks_per_host) > 1 else []
+    if run.world_size >= _MANY:
+        notes.append(_CONNECTIONS.format(ranks=run.world_size))
+    return Answer(run, table(run), plans(run), notes)
+
+
+def _serve(args: argparse.Namespace) -> Answer:
+    layers, width = args.serve
+    run = ServeRun(args.params, layers, width, args.dtype, args.rows, args.link, args.memory * 1e9)
+    ranks = args.hosts * args.ranks_per_host
+    return Answer(run, serving_table(run, ranks), [token_plan(run, count) for count in {1, ranks}])
+
+
+def _offload(args: argparse.Namespace) -> Answer:
     host = 128.0 if args.host_gb is None else args.host_gb
-    return OffloadRun(
+    run = OffloadRun(
         args.params,
         device_bytes=(args.device_gb or 0.0) * 1e9,
         host_bytes=host * 1e9,
@@ -181,9 +201,10 @@ def _offload_run(args: argparse.Namespace) -> OffloadRun:
         memory_per_s=args.host_memory * 1e9,
         flops_per_s=args.tflops * 1e12,
     )
+    return Answer(run, offload_table(run), offload_plans(run))
 
 
-def _encode_run(args: argparse.Namespace) -> EncodeRun:
+def _encode(args: argparse.Namespace) -> Answer:
     if args.trained is not None or args.ratio is not None or not args.device_gb:
         raise ValueError(
             "with several ranks, all parameters are trained, and their one-bit state is in one place: give "
@@ -191,7 +212,7 @@ def _encode_run(args: argparse.Namespace) -> EncodeRun:
         )
     compute_s = args.compute or FLOPS * args.params * args.tokens / (args.tflops * 1e12)
     numbers = args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, compute_s
-    return EncodeRun(
+    run = EncodeRun(
         Run(*numbers, codec=args.codec, warmup_codec=args.warmup_codec),
         device_bytes=args.device_gb * 1e9,
         host_bytes=(128.0 if args.host_gb is None else args.host_gb) * 1e9,
@@ -202,11 +223,12 @@ def _encode_run(args: argparse.Namespace) -> EncodeRun:
         disk_bytes=args.disk_gb * 1e9,
         disk_per_s=args.disk * 1e9,
     )
+    return Answer(run, encode_table(run), encode_plans(run))
 
 
-def _sequence_run(args: argparse.Namespace) -> SequenceRun:
+def _sequence(args: argparse.Namespace) -> Answer:
     layers, width, heads, groups = args.sequence
-    return SequenceRun(
+    run = SequenceRun(
         args.params,
         int(args.tokens),
         layers,
@@ -220,9 +242,13 @@ def _sequence_run(args: argparse.Namespace) -> SequenceRun:
         link_bits_per_s=args.link,
         flops_per_s=args.tflops * 1e12,
     )
+    return Answer(run, sequence_table(run), sequence_plans(run))
 
 
-def _parse(argv: Sequence[str]) -> tuple[Run, Asked | None, Path | None]:
+# ---------------------------------------------------------------- the command
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="onebit plan", description=_ABOUT)
     add = parser.add_argument
     add("--params", type=number, required=True, help="parameters of the model: 340m, 1.5e9")
@@ -248,52 +274,41 @@ def _parse(argv: Sequence[str]) -> tuple[Run, Asked | None, Path | None]:
     add("--window", type=int, metavar="TOKENS", help="with --sequence: tokens that a token sees (default: all)")
     add("--json", type=Path, metavar="FILE", help="also write the numbers to FILE; - is standard output")
     _add_offload(parser)
-    args = parser.parse_args(argv)
-    try:
-        if args.device_gb is not None or args.host_gb is not None:
-            if args.hosts != 1 or args.ranks_per_host != 1:
-                asked = _encode_run(args)
-                return asked.run, asked, args.json
-            return Run(args.params, 1), _offload_run(args), args.json
-        if args.sequence is not None:
-            return Run(args.params, args.hosts, args.ranks_per_host), _sequence_run(args), args.json
-        if args.trained is not None or args.ratio is not None:
-            raise ValueError("--trained and --ratio belong to offload: add --device-gb or --host-gb")
-        if args.serve is not None:
-            layers, width = args.serve
-            served = ServeRun(args.params, layers, width, args.dtype, args.rows, args.link, args.memory * 1e9)
-            return Run(args.params, args.hosts, args.ranks_per_host), served, args.json
-        numbers = args.params, args.hosts, args.ranks_per_host, args.dtype, args.error_bytes, args.link, args.compute
-        named = {"codec": args.codec, "warmup_codec": args.warmup_codec, "local_steps": args.local_steps}
-        return Run(*numbers, **named, steps=args.steps), None, args.json
-    except ValueError as error:
-        parser.error(str(error))
+    return parser
 
 
-Asked: TypeAlias = ServeRun | OffloadRun | EncodeRun | SequenceRun
-_KINDS: dict[type[Asked], tuple[Callable[[Any], Table], Callable[[Any], Iterable[Any]]]] = {
-    OffloadRun: (offload_table, offload_plans),
-    EncodeRun: (encode_table, encode_plans),
-    SequenceRun: (sequence_table, sequence_plans),
-}
+def _add_offload(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "offload",
+        "plan offload, with --device-gb or --host-gb: on one GPU, or one host without; with several ranks, compare "
+        "where the state is encoded",
+    )
+    add = group.add_argument
+    add("--device-gb", type=float, help="memory of the GPU; 0: no GPU")
+    add("--host-gb", type=float, help="host memory that may be used (default: 128)")
+    add("--disk-gb", type=float, default=0.0, help="space on a local disk (default: 0)")
+    add("--pcie", type=float, default=25.0, metavar="GB/s", help="bandwidth of PCIe in one direction (default: 25)")
+    add("--disk", type=float, default=5.0, metavar="GB/s", help="bandwidth of the disk (default: 5)")
+    add("--device-memory", type=float, default=1000.0, metavar="GB/s", help="bandwidth of GPU memory (default: 1000)")
+    add("--host-memory", type=float, default=100.0, metavar="GB/s", help="bandwidth of host memory (default: 100)")
+    add("--tflops", type=float, default=100.0, help="speed that the device reaches (default: 100)")
+    add("--tokens", type=number, default=4096.0, help="tokens of a step (default: 4096)")
+    add("--largest", type=number, default=0.0, help="elements of the largest parameter (default: 0)")
+    add("--modules", type=int, default=0, help="modules that own parameters; counts their Python objects (default: 0)")
+    add("--ratio", type=float, help="mode state: share of parameters with their state in the store (default: 1)")
+    add("--trained", type=number, help="trained parameters, if the rest is frozen (default: all)")
 
 
 def main(argv: Sequence[str]) -> int:
-    run, asked, file = _parse(argv)
-    if asked is not None and type(asked) in _KINDS:
-        table_of, plans_of = _KINDS[type(asked)]
-        Screen().table(table_of(asked))
-        write_json(file, {"run": asdict(asked), "plans": [asdict(made) for made in plans_of(asked)]})
-        return 0
-    if isinstance(asked, ServeRun):
-        Screen().table(serving_table(asked, run.world_size))
-        made = [asdict(token_plan(asked, ranks)) for ranks in {1, run.world_size}]
-        write_json(file, {"run": asdict(asked), "plans": made})
-        return 0
-    Screen().table(table(run))
-    if min(run.hosts, run.ranks_per_host) > 1:
-        Screen().line(_STAGE_0)
-    if run.world_size >= _MANY:
-        Screen().line(_CONNECTIONS.format(ranks=run.world_size))
-    write_json(file, {"run": asdict(run), "plans": [asdict(made) for made in plans(run)]})
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        found = answer(args)
+    except ValueError as error:
+        parser.error(str(error))
+    screen = Screen()
+    screen.table(found.table)
+    for note in found.notes:
+        screen.line(note)
+    write_json(args.json, {"run": asdict(found.run), "plans": [asdict(made) for made in found.plans]})
     return 0
