@@ -8,7 +8,7 @@ schedule, data position, loss scale and random numbers. `reshard.py` converts st
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -151,6 +151,12 @@ def load(engine: Saved, checkpoints: Checkpoints, tag: str | None, contents: Con
             return not contents.optimizer
         return not contents.strict or (name in frozen and bool(found.stamp.get("without_frozen")))
 
+    loaded = checkpoints.load(tensors, tag, check=check, may_lack=may_lack)
+    if loaded is None:
+        return None, None
+    # If the slices of one rank differ, all ranks recut: all replicas then take the mean of the residuals.
+    is_recut = any(said != b"\0" for said in gather_bytes(engine.grid.world, bytes([bool(recutting)])))
+
     def take_over(loaded: Loaded) -> None:
         engine.form.weights_were_loaded()
         engine.sharding.gather()
@@ -168,10 +174,6 @@ def load(engine: Saved, checkpoints: Checkpoints, tag: str | None, contents: Con
         if contents.counts:
             _load_rest(engine, own, contents)
 
-    loaded = checkpoints.load(tensors, tag, check=check, may_lack=may_lack)
-    if loaded is None:
-        return None, None
-    is_recut = any(said != b"\0" for said in gather_bytes(engine.grid.world, bytes([bool(recutting)])))
     checkpoints.together(take_over, loaded)
     if engine.form.steps_apart and contents.counts:
         engine.agree_on_loss_scale()
@@ -377,12 +379,8 @@ def _shared_state(loaded: Loaded, tensors: Mapping[str, Tensor]) -> tuple[dict[s
     """A dense optimizer's state in the checkpoint: (tensors by name, the rest from the ranks of all layers)."""
     named = {k.removeprefix("optimizer."): x for k, x in tensors.items() if k.startswith("optimizer.")}
     rest: dict[str, object] = {}
-    for rank in _stages(_shape(loaded.stamp)):
+    there = _shape(loaded.stamp)
+    for stage in range(there.size("pipe")):
+        rank = there.rank({axis: 0 for axis in AXES} | {"pipe": stage})  # the others of a stage wrote the same
         rest |= cast(StateDict, loaded.own.read(rank, "optimizer")["optimizer"])
     return named, rest
-
-
-def _stages(shape: GridShape) -> Iterator[int]:
-    """One rank of each pipeline stage."""
-    for stage in range(shape.size("pipe")):
-        yield shape.rank({axis: 0 for axis in AXES} | {"pipe": stage})

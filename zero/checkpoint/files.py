@@ -192,7 +192,8 @@ class Checkpoints(Checkpointing):
         stamp, target = self._whole(name), self.folder / name
         metadata = self.together(self._read_table, target, stamp, hint=lambda: self._offer(name))
         loaded = Loaded(target, stamp, Own(target, metadata, stamp["world_size"]))
-        names = _names_of_all(self.transport, model)
+        # Ranks may hold different layers, and the checkpoint has those of all.
+        names = {name for text in gather_texts(self.transport, "\n".join(model)) for name in text.splitlines()}
         self.together(check, loaded)
         found = self.together(_check_model, target, metadata, model, names, partial(may_lack, loaded))
         state = in_boxes({f"model/{key}": tensor for key, tensor in model.items() if key in found})
@@ -284,11 +285,6 @@ class Own(Sequence[object]):
         entry = self.metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)  # `read_table` makes only these
         return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
-
-
-def _names_of_all(transport: Transport, model: Mapping[str, Tensor]) -> set[str]:
-    """The names on all ranks together. All ranks; sends the names to every other."""
-    return {name for text in gather_texts(transport, "\n".join(model)) for name in text.splitlines()}
 
 
 def _check_model(

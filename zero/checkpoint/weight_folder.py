@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,14 +135,10 @@ def _gathered(entry: Entry, own: dict[str, Tensor], grid: Grid | None) -> Tensor
     return whole.cpu()
 
 
-def _table(files: list[list[Entry]], names: list[str]) -> Iterator[tuple[str, str]]:
-    for name, entries in zip(names, files, strict=True):
-        yield from ((entry.name, name) for entry in entries)
-
-
 def _write_index(folder: Path, names: list[str], files: list[list[Entry]], dtype: torch.dtype | None) -> None:
     total = sum(entry.nbytes(dtype) for entries in files for entry in entries)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(_table(files, names))}
+    table = {entry.name: name for name, entries in zip(names, files, strict=True) for entry in entries}
+    index = {"metadata": {"total_size": total}, "weight_map": table}
     hidden = folder / f".{INDEX}.{secrets.token_hex(8)}"
     with create(hidden) as file:
         file.write(json.dumps(index, indent=2).encode())

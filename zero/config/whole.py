@@ -281,10 +281,13 @@ def batch_triangle(train: int | None, micro: int | None, steps: int | None, worl
 
     Raises ValueError if they contradict each other, do not divide, or are not enough.
     """
-    numbers = (
-        f"train_batch_size = {_or_unset(train)}, train_micro_batch_size_per_gpu = {_or_unset(micro)}, "
-        f"gradient_accumulation_steps = {_or_unset(steps)}, data-parallel ranks = {world_size}"
-    )
+    sizes = {
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "data-parallel ranks": world_size,
+    }
+    numbers = ", ".join(f"{name} = {'not given' if size is None else size}" for name, size in sizes.items())
     if train is None and micro is None:
         raise ValueError(
             f"the batch size is not known: {numbers}; write train_batch_size or train_micro_batch_size_per_gpu, or "
@@ -305,10 +308,6 @@ def batch_triangle(train: int | None, micro: int | None, steps: int | None, worl
             f"ranks, got {numbers}; change one of them"
         )
     return train, micro, steps
-
-
-def _or_unset(number: int | None) -> str:
-    return "not given" if number is None else str(number)
 
 
 def _make(config: object, world_size: int, ranks_per_batch: int | None, reading: Reading) -> Config:

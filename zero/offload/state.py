@@ -140,11 +140,11 @@ def load_into(
                     mine = local(values).reshape(-1)[piece.start : piece.stop]
                     held = views[name][piece.at : piece.at + numel]
                     held.copy_(mine) if name in entry else settled_(held, mine.to(held.device))
-            own = {name: _own(value) for name, value in entry.items() if name not in views and name != MASTER}
+            own = {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in entry.items()
+                if name not in views and name != MASTER
+            }
             if own or any(name in entry for name in views if name != MASTER):
                 numbers[piece] = own
         store.write(lease)
-
-
-def _own(value: object) -> object:
-    return value.clone() if isinstance(value, Tensor) else value

@@ -444,7 +444,8 @@ class PipelineModule:
             for _ in range(repeats):
                 began = time.perf_counter()
                 value = stage(*inputs)
-                outputs = [x for x in (value if isinstance(value, tuple) else (value,)) if _has_gradient(x)]
+                values = value if isinstance(value, tuple) else (value,)
+                outputs = [x for x in values if isinstance(x, Tensor) and x.requires_grad]
                 if outputs:
                     torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
                 best = min(best, time.perf_counter() - began)
@@ -546,7 +547,3 @@ def _kinds(layers: Sequence[Layer]) -> str:
 
 def _leaf(x: object) -> object:
     return x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x
-
-
-def _has_gradient(x: object) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad

@@ -104,7 +104,8 @@ def check(config: Config, model: object) -> None:
             f"the schedule {schedule!r} needs a layer's weights again after its backward pass, when stage 3 has freed "
             "them; use stage 2, or another schedule"
         )
-    if schedule == "zbv" and config.zero_optimization.stage > 0 and _ties_ends(model):
+    has_ties = any(isinstance(layer, TiedLayerSpec) for layer in model.layers)
+    if schedule == "zbv" and config.zero_optimization.stage > 0 and has_ties:
         raise ValueError(
             "the first and the last stage are tied, and the schedule 'zbv' puts them on one rank, where FSDP2 cannot "
             "shard what both hold; use another schedule, or stage 0"
@@ -153,10 +154,6 @@ def _seconds(model: PipelineModule, world: Transport) -> list[float]:
     raise_on_all_ranks(world, problem, RuntimeError)
     first: list[float] = json.loads(gather_texts(world, json.dumps(seconds))[0])
     return first
-
-
-def _ties_ends(model: PipelineModule) -> bool:
-    return any(isinstance(layer, TiedLayerSpec) for layer in model.layers)
 
 
 # -------------------------------------------------------------------------------- a step

@@ -122,16 +122,12 @@ class _Taken:
 
     @classmethod
     def of(cls, chunk: Bucket, q: Tensor, k: Tensor, v: Tensor) -> _Taken:
-        queries, keys, values = (_take(x, places) for x, places in _sources(chunk, q, k, v))
-        return cls(chunk, queries, keys, values)
+        columns_TC = chunk.columns_TC
+        return cls(chunk, _take(q, chunk.rows_TR), _take(k, columns_TC), _take(v, columns_TC))
 
     def queries(self, x: Tensor) -> Tensor:
         """The rows of another tensor of the queries' shape that belong to this chunk's queries."""
         return _take(x, self.chunk.rows_TR)
-
-
-def _sources(chunk: Bucket, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-    return (q, chunk.rows_TR), (k, chunk.columns_TC), (v, chunk.columns_TC)
 
 
 def _take(x: Tensor, places: Tensor) -> Tensor:
