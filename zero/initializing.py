@@ -42,7 +42,7 @@ from .parallel.model_plan import training_plan
 from .parallel.tensor import Plan
 from .pipeline import huggingface
 from .pipeline import run as pipeline
-from .pipeline.layers import Loss, PipelineModule, Stages
+from .pipeline.layers import Loss, PipelineModule, Stage, Stages
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -88,8 +88,10 @@ def initialize(
         fills.setdefault("stages", model.num_stages)
     read = _read(config, launch, grid, fills)
     rank = launch.rank if grid is None else grid.world.rank
+    if read.dump_state and rank == 0:
+        log.info("configuration: %s", _shown(read))
 
-    # Check the model now: an error on one rank later on would leave the others waiting.
+    # Each rank alone checks all it can, before the grid: a later error on one rank would leave the others waiting.
     if read.pipeline.ranks > 1:
         if huggingface.is_decoder(model):
             model = huggingface.DecoderPipeline(cast(nn.Module, model), read.pipeline)
@@ -122,16 +124,20 @@ def initialize(
             shard=shard_ranks(read, launch),
             tensor=read.onebit.tensor,
         )
-    loss_fn, stages = (huggingface.loss_of(model), {}) if huggingface.is_decoder(model) else (None, {})
+    loss_fn: Loss | None = None
+    stages: dict[int, Stage] = {}
     if isinstance(model, PipelineModule):
         model.is_filled_later = weights is not None
         loss_fn = model.loss_fn if grid.shape.sequence == 1 else model.loss_of_pieces
         stages = pipeline.build_stages(model, read.pipeline, grid)
         model = next(iter(stages.values())) if len(stages) == 1 else Stages(list(stages.values()))
-    elif read.zero_optimization.offload_param.device == "none":
-        to_device(model, grid.device)
+    else:
+        if huggingface.is_decoder(model):
+            loss_fn = huggingface.loss_of(model)
+        if read.zero_optimization.offload_param.device == "none":
+            to_device(model, grid.device)
 
-    # Features change the whole model, before the form shards it and makes the optimizer.
+    # Features change the whole model, as they find modules by their classes and shapes; then the form shards it.
     for feature in features:
         feature.prepare(model, grid, is_part=bool(stages))
     fill = None if weights is None else partial(materialize, weights=weights, seed=seed, is_stage=bool(stages))
@@ -254,9 +260,10 @@ def _read(config: ConfigLike, launch: Launch, grid: Grid | None, fills: Fills) -
             raise ValueError(
                 f"onebit.tensor is {read.onebit.tensor}, the grid is {grid.shape}; leave it out, or the grid"
             )
-    if read.dump_state and (launch.rank if grid is None else grid.world.rank) == 0:
-        shown = json.dumps(read.to_dict(), indent=2)
-        if read.comet.api_key:  # logs are read by others
-            shown = shown.replace(json.dumps(read.comet.api_key), '"(hidden)"')
-        log.info("configuration: %s", shown)
     return read
+
+
+def _shown(read: Config) -> str:
+    """Return the configuration as JSON for a log, which others read: without its key."""
+    shown = json.dumps(read.to_dict(), indent=2)
+    return shown if not read.comet.api_key else shown.replace(json.dumps(read.comet.api_key), '"(hidden)"')
