@@ -171,11 +171,13 @@ class Engine:
         divisor = self.config.gradient_accumulation_steps if weight is None else 1 / weight
         if self._monitors:
             self._loss = self._loss.to(loss.device) + loss.detach().float() / divisor
+        # Before the pass: with overlap, gradients are unscaled and sent while it is running.
         self.form.set_grad_scale(self.fp16_scale.value)
         passes, is_last = self.sharding.passes, self.is_gradient_accumulation_boundary()
         within = self.sharding.backward(is_last=is_last)
         with self._timed("backward"), self._without_traffic(), within, self._naming_peers():
             if loss.requires_grad or self.grid.shape.data_ranks == 1:  # a rank without others gets torch's error
+                # In float32: a loss in float16 would overflow at once, times a scale of 65,536.
                 torch.autograd.backward(loss.float() * (self.fp16_scale.value / divisor), retain_graph=retain_graph)
             elif not self._has_warned_of_no_graph:
                 self._has_warned_of_no_graph = True
@@ -184,6 +186,8 @@ class Engine:
                     "zero gradient among those of the other ranks",
                     self.grid.world.rank,
                 )
+            # No gradient came to the shards: other ranks of the replica may have some, and wait for this one. A model
+            # that is whole counts no passes, and does nothing here.
             if passes == self.sharding.passes:
                 self._stand_in()
         self.has_gradients = True
@@ -250,11 +254,12 @@ class Engine:
 
     def _update(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         self.guard.before_update()
-        rates = self.get_lr()
+        rates = self.get_lr()  # of this step: features and the schedule change them below
         self.micro_steps_of_step = 0
         with self._timed("step"), self.guard.open():
             is_skipped = self.form.step(self.global_steps + 1, self.fp16_scale.value)
             self.optimizer.zero_grad()
+        # Before the schedule, which goes on from its own rates: a feature may have scaled them for this step alone.
         schedule_with = dict(lr_kwargs or {})
         for feature in self.active_features:
             schedule_with.update(feature.end_step(self))

@@ -126,7 +126,7 @@ class Checkpoints(Checkpointing):
             CheckpointError: A rank cannot write, or the folder has a checkpoint of another run of this step or later.
                 On all ranks; `latest` and all checkpoints are unchanged, and no partial file is left.
         """
-        self.wait()
+        self.wait()  # one write at a time: both would use the process group, and `latest` must not go back
         is_foreground = self.group is None or not in_background
         state = self.together(_flat_state, self.transport.rank, model, own)
         if not is_foreground:
@@ -196,6 +196,7 @@ class Checkpoints(Checkpointing):
         names = {name for text in gather_texts(self.transport, "\n".join(model)) for name in text.splitlines()}
         self.together(check, loaded)
         found = self.together(_check_model, target, metadata, model, names, partial(may_lack, loaded))
+        # All that can be refused has been: from here on the model's tensors change.
         state = in_boxes({f"model/{key}": tensor for key, tensor in model.items() if key in found})
         with knowing_that_it_is_alone():
             self.together(

@@ -57,6 +57,7 @@ def read_block(cls: type[T], given: object, where: str, reading: Reading) -> T:
     for name, inner in blocks.items():
         if data.get(name) is not None:
             values[name] = read_block(inner, data[name], _join(where, name), reading)
+        # An argument reaches a block that is absent: fp16=True enables it.
         elif any(rule.fill in reading.fills for rule in keys_of(inner).values() if rule.fill):
             values[name] = read_block(inner, {}, _join(where, name), reading)
     for name, inner in named.items():
@@ -179,8 +180,9 @@ def _read_key(data: Mapping[str, object], name: str, rule: Key, where: str, read
     if filled is not MISSING:
         filled = rule.read(filled, f"argument {rule.fill}")
     stands = data.get(name, MISSING)
-    if stands is None and rule.null:
+    if stands is None and rule.null:  # null contradicts no argument
         return None if filled is MISSING else filled
+    # "auto" asks for the argument, and is a value itself only for keys that take it, without an argument.
     if stands is not MISSING and (stands != AUTO or (rule.takes_auto and filled is MISSING)):
         value = rule.read(stands, place)
         if filled is not MISSING and filled != value:

@@ -109,6 +109,7 @@ def _begin_equal(model: nn.Module, grid: Grid) -> None:
     lines = [f"{name}: {p.dtype} {tuple(p.shape)}" for name, p in params.items()]
     if problem := unequal_lines(grid.world, "the model's parameters", lines, stage=grid.coordinates["pipe"]):
         raise ValueError(problem)
+    # Axis by axis: after the last one all ranks of a stage have the values of its first.
     for transport in (grid.transports[axis] for axis in ("tensor", "shard", "replica")):
         if transport.world_size > 1:
             make_equal(transport, [held(p) for p in params.values() if held(p).numel() > 0])
@@ -138,6 +139,7 @@ def build(given: Given) -> Form:
             )
         for warning in form.without_effect(config, grid.shape):
             log.warning("%s", warning)
+    # Before sharding, after which a rank has only parts to compare.
     _begin_equal(model, grid)
     if grid.shape.size("pipe") > 1:
         ties = Ties(model, grid)
