@@ -1,6 +1,7 @@
 """Count the reader's way: what a step, a configuration passes through; how the code is cut; circles; volume.
 
     python scripts/count_house.py                                        (--record FILE: a row more in its tables)
+    python scripts/count_house.py --list "initialize, stage 0"           (the files of a walk, with their functions)
 
 A walk is traced: every call of a function of the package, made by whoever. *Files* and *functions* are those entered
 (lambdas and comprehensions included); a *hop* is a call from one file of the package straight into another. The counts
@@ -18,6 +19,7 @@ import statistics
 import sys
 import time
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -44,7 +46,7 @@ class Walk:
 
     def __init__(self, tree: Path):
         self._tree, self._names = tree.resolve(), dict[str, str | None]()
-        self.files, self.functions, self.hops = set[str](), set[CodeType](), 0
+        self.functions, self.hops = dict[str, Counter[CodeType]](), 0  # calls, by file in the order of first visits
 
     def __enter__(self) -> Walk:
         sys.setprofile(self._call)
@@ -66,15 +68,25 @@ class Walk:
         if event != "call" or (file := self._file_of(frame.f_code)) is None:
             return
         caller = None if frame.f_back is None else self._file_of(frame.f_back.f_code)
-        self.files.add(file)
-        self.functions.add(frame.f_code)
+        self.functions.setdefault(file, Counter())[frame.f_code] += 1
         self.hops += caller is not None and caller != file
 
     def counts(self) -> Counts:
-        return {"files": len(self.files), "functions": len(self.functions), "hops": self.hops}
+        functions = sum(len(calls) for calls in self.functions.values())
+        return {"files": len(self.functions), "functions": functions, "hops": self.hops}
+
+    def listing(self) -> str:
+        """A line for each file, in the order of first visits: its functions, with the number of calls."""
+        lines = []
+        for file, calls in self.functions.items():
+            names = Counter[str]()
+            for code, count in calls.items():
+                names[code.co_name] += count
+            lines.append(f"{file}: " + ", ".join(f"{name} {count}" for name, count in names.items()))
+        return "\n".join(lines)
 
 
-def walk_step(tree: Path, make: Callable[..., Any], **options: object) -> Counts:
+def walk_step(tree: Path, make: Callable[..., Any], **options: object) -> Walk:
     """The twelfth step, backward included, of a model in two buckets, on the first of two simulated ranks.
 
     make: gives the optimizer, of parameters, `lr`, `bucket_cap_mb`, `transport` and these options.
@@ -98,13 +110,13 @@ def walk_step(tree: Path, make: Callable[..., Any], **options: object) -> Counts
 
     network = PromptNetwork(2)
 
-    def rank(plain: SimTransport) -> Counts:
+    def rank(plain: SimTransport) -> Walk:
         try:
             return walk(SimTransport(network, plain.rank))
         finally:
             network.leave(plain.rank)
 
-    def walk(transport: SimTransport) -> Counts:
+    def walk(transport: SimTransport) -> Walk:
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
         cap = 64 * 66 * 4 / 2**20
         optimizer = make(model.parameters(), lr=1e-3, bucket_cap_mb=cap, transport=transport, **options)
@@ -116,12 +128,12 @@ def walk_step(tree: Path, make: Callable[..., Any], **options: object) -> Counts
         with Walk(tree) as walked:
             loss.backward()
             optimizer.step()
-        return walked.counts()
+        return walked
 
     return run_ranks(2, rank)[0]
 
 
-def walk_engine(tree: Path) -> dict[str, Counts]:
+def walk_engine(tree: Path) -> dict[str, Walk]:
     """`initialize` of the plainest JSON on one rank, and a step of that engine at stages 0 and 2."""
     import torch
 
@@ -138,17 +150,17 @@ def walk_engine(tree: Path) -> dict[str, Counts]:
         with Walk(tree) as walk:
             engine, *_ = zero.initialize(model=model, config=config)
         if stage == 0:
-            found["initialize, stage 0"] = walk.counts()
+            found["initialize, stage 0"] = walk
         for _ in range(3):
             with Walk(tree) as walk:
                 engine.backward(engine(torch.randn(8, 64)).square().mean())
                 engine.step()
-        found[f"a step of the engine, stage {stage}"] = walk.counts()
+        found[f"a step of the engine, stage {stage}"] = walk
         engine.close()
     return found
 
 
-def walks(tree: Path) -> dict[str, Counts]:
+def walks(tree: Path) -> dict[str, Walk]:
     import torch
 
     import onebit
@@ -273,8 +285,15 @@ def with_row(record: str, found: Mapping[str, Counts], when: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--record", type=record_path, metavar="FILE", help="add a row to the tables of this file")
+    parser.add_argument("--list", metavar="WALK", help="print the files of this walk and their functions instead")
     args = parser.parse_args(argv)
-    found = {"The text": count_shape(ROOT), **{name: counts for name, counts in walks(ROOT).items()}}
+    taken = walks(ROOT)
+    if args.list is not None:
+        if args.list not in taken:
+            parser.error(f"there is no walk {args.list!r}; there are: {'; '.join(taken)}")
+        print(taken[args.list].listing())
+        return 0
+    found = {"The text": count_shape(ROOT), **{name: walk.counts() for name, walk in taken.items()}}
     print(json.dumps({**found, "circles": circles(ROOT)}, indent=2))
     if args.record is not None:
         before = args.record.read_text() if args.record.exists() else "# The house: its counts, revision by revision\n"

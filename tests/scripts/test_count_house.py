@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import count_house
 import pytest
-from count_house import ROOT, circles, count_shape, walk_step, with_row
+from count_house import ROOT, Walk, circles, count_shape, walk_step, with_row
 
 import onebit
 
@@ -42,8 +43,9 @@ def test_circles_by_type_alone_are_found(tree: Path) -> None:
 
 def test_a_step_is_walked_and_counts_the_same_again() -> None:
     """The hops of a step are no matter of chance."""
-    first, second = (walk_step(ROOT, onebit.OnebitAdam, compression="always", freeze_step=4) for _ in range(2))
-    assert first == second
+    taken = [walk_step(ROOT, onebit.OnebitAdam, compression="always", freeze_step=4) for _ in range(2)]
+    first, second = (walk.counts() for walk in taken)
+    assert first == second and len(taken[0].listing().splitlines()) == first["files"]
     assert 5 < first["files"] < first["functions"] and first["files"] < first["hops"]
 
 
@@ -57,9 +59,17 @@ def test_a_record_gains_a_row(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_and_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(count_house, "walks", lambda tree: {"a step of OnebitAdam": {"files": 24}})
+    walk = Walk(tree)
+    for file in ("onebit/first.py", "onebit/third.py", "onebit/first.py"):
+        walk.functions.setdefault(file, Counter())[count_house.main.__code__] += 1
+    monkeypatch.setattr(count_house, "walks", lambda tree: {"a step of OnebitAdam": walk})
     assert count_house.main(["--record", str(tmp_path / "house.md")]) == 0
-    assert '"files": 24' in capsys.readouterr().out
+    assert '"files": 2' in capsys.readouterr().out
     assert (tmp_path / "house.md").read_text().startswith("# The house")
+    assert count_house.main(["--list", "a step of OnebitAdam"]) == 0
+    assert capsys.readouterr().out == "onebit/first.py: main 2\nonebit/third.py: main 1\n"
+    with pytest.raises(SystemExit):
+        count_house.main(["--list", "a step of nobody"])
+    assert "there are: a step of OnebitAdam" in capsys.readouterr().err
