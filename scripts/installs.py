@@ -223,12 +223,12 @@ def uv(shop: Shop) -> Installed:
         run(sys.executable, "-m", "pip", "install", "--quiet", "--target", shop.folder / "tools", "uv")
         command = str(shop.folder / "tools" / "bin" / "uv")
     home = shop.folder / "uv"
-    env = {"UV_PYTHON": sys.executable, "UV_CACHE_DIR": str(shop.folder / "uv cache")}
-    run(command, "venv", "--quiet", home, env=env)
+    env, python = {"UV_CACHE_DIR": str(shop.folder / "uv cache")}, home / "bin" / "python"
+    run(command, "venv", "--quiet", "--python", sys.executable, home, env=env)
     site = home / "lib" / PYTHON / "site-packages"
     (site / "torch_of_the_other.pth").write_text(f"{shop.torch}\n")
-    run(command, "pip", "install", "--quiet", "--no-deps", shop.wheel, env=env | {"VIRTUAL_ENV": str(home)})
-    return Installed(home / "bin" / "python", site)
+    run(command, "pip", "install", "--quiet", "--no-deps", "--python", python, shop.wheel, env=env)
+    return Installed(python, site)
 
 
 def user(shop: Shop) -> Installed:
