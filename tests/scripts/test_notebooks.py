@@ -47,7 +47,9 @@ def test_the_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel: pip install nbclient ipykernel")
     pytest.importorskip("ipykernel", reason="needs ipykernel: pip install ipykernel")
     nbformat = pytest.importorskip("nbformat")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "site").mkdir()  # the package without the checkout's folder comm, which would hide Jupyter's package
+    (tmp_path / "site" / "onebit").symlink_to(ROOT / "onebit")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     nbclient.NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}}).execute()
