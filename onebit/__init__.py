@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from .version import VERSION as __version__
 
 __all__ = [
-    "QSR", "Auto", "DDPHookState", "DesyncError", "HostAdam", "LaProp", "Lamb", "Lion", "LocalSteps", "Muon",
-    "OnebitAdam", "OnebitLamb", "OnebitMuon", "ReplicaError", "SkippedStepsError", "ZeroOneAdam", "__version__", "comm",
-    "ddp_hook", "muon_groups", "sync_buffers", "transports_of",
+    "QSR", "Auto", "AveragedSteps", "DDPHookState", "DesyncError", "HostAdam", "LaProp", "Lamb", "Lion", "LocalSteps",
+    "Muon", "OnebitAdam", "OnebitLamb", "OnebitMuon", "ReplicaError", "SkippedStepsError", "ZeroOneAdam",
+    "__version__", "comm", "ddp_hook", "muon_groups", "sync_buffers", "transports_of",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .agreement.skips import SkippedStepsError
     from .agreement.step_vote import DesyncError
     from .arithmetic.muon import muon_groups
+    from .averaged_steps import AveragedSteps
     from .host_adam import HostAdam
     from .integrations.ddp_hook import DDPHookState, ddp_hook
     from .lamb import Lamb
@@ -47,6 +48,7 @@ else:
 
     _HOMES = {
         "Auto": ".local.intervals",
+        "AveragedSteps": ".averaged_steps",
         "DDPHookState": ".integrations.ddp_hook",
         "DesyncError": ".agreement.step_vote",
         "HostAdam": ".host_adam",

@@ -43,9 +43,16 @@ class Bucket:
     early: int = 0  # how often it has left during backward
     absent: Sequence[bool] = ()  # which gradients no rank has in this step
 
-    def launch(self, transport: Transport, channel: Channel = nullcontext, *, in_backward: bool = False) -> None:
-        """Send the gradients; a missing one counts as zero. in_backward: at times, their bits are noted, too."""
+    def launch(
+        self, transport: Transport, channel: Channel = nullcontext, *, in_backward: bool = False, scale: float = 1.0
+    ) -> None:
+        """Send the gradients, times scale; a missing one counts as zero.
+
+        in_backward: at times, their bits are noted, too.
+        """
         self._fill(transport)
+        if scale != 1.0:
+            self.flat.mul_(scale)
         self.sent = marks_of(self.params)
         looks = in_backward and transport.world_size > 1 and is_inspected(self.early)
         self.sent_bits = gradient_bits(self._gradients()) if looks else None
@@ -126,7 +133,7 @@ def average_gradients(parameters: Iterable[Tensor], transport: Transport, bucket
         Milliseconds that this rank waited for the network.
     """
     check_transport(transport)
-    buckets = [_new_bucket(group) for group in in_buckets((p for p in parameters if p.requires_grad), bucket_cap_mb)]
+    buckets = [new_bucket(group) for group in in_buckets((p for p in parameters if p.requires_grad), bucket_cap_mb)]
     for bucket in buckets:
         bucket.launch(transport)
     return sum(bucket.finish(transport.world_size) for bucket in buckets)
@@ -183,7 +190,7 @@ class DenseAverager:
         self._add([p for p in given if p.requires_grad])
 
     def _make_buckets(self, params: Sequence[Tensor], bucket_cap_mb: float | None) -> Sequence[Bucket]:
-        return [_new_bucket(group) for group in in_buckets(params, bucket_cap_mb)]
+        return [new_bucket(group) for group in in_buckets(params, bucket_cap_mb)]
 
     def _add(self, params: Sequence[Tensor]) -> None:
         for bucket in self._make_buckets(params, self._bucket_cap_mb):
@@ -305,7 +312,8 @@ def in_buckets(
     return groups
 
 
-def _new_bucket(params: list[Tensor]) -> Bucket:
+def new_bucket(params: list[Tensor]) -> Bucket:
+    """A bucket of these parameters, with its buffer."""
     held = [real(local(p)) for p in params]
     flat = torch.empty(sum(p.numel() for p in held), device=params[0].device, dtype=torch.float32)
     pieces = flat.split([p.numel() for p in held])

@@ -72,8 +72,8 @@ def check_transport(transport: object, *, may_change: bool = False) -> None:
         raise TypeError(f"transport must be a transport, got {transport!r}; make one with onebit.comm.init({example})")
     if transport.ranks_change and not may_change:
         raise ValueError(
-            "the ranks of this transport come and go (onebit.membership), which only OnebitAdam and ZeroOneAdam go on "
-            "through so far; take the transport of onebit.comm.init()"
+            "the ranks of this transport come and go (onebit.membership): take an optimizer that goes on through that, "
+            "such as OnebitAdam, LocalSteps or AveragedSteps, or the transport of onebit.comm.init()"
         )
 
 

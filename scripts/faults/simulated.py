@@ -28,7 +28,7 @@ from faults.member_runs import Killed, PartialNetwork
 from onebit.comm import PeerError, SimTransport, Transport, Work
 from onebit.membership import Members, Patience, Rendezvous, Roster, begin, end
 
-CHANGES, QUICK_CHANGES, FOUNDERS = 143, 5, 3
+CHANGES, QUICK_CHANGES, FOUNDERS = 100, 5, 3
 PATIENCE_S = 60.0
 TIMEOUT_S = 1.0
 _LEAST, _MOST, _BATCH, _WIDTH = 2, 5, 16, 16
@@ -36,7 +36,7 @@ _MOST_OPERATIONS = 60  # of a member until its fate: a few steps, or a change
 
 KINDS = (
     "OnebitAdam", "OnebitLamb", "OnebitMuon", "ZeroOneAdam", "LocalSteps", "LocalSteps, momentum",
-    "LocalSteps, balanced",
+    "LocalSteps, balanced", "AdamW", "Muon", "Lion",
 )  # fmt: skip
 
 
@@ -190,6 +190,9 @@ def make(kind: str, model: nn.Sequential, transport: Transport) -> Any:
         inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
         return onebit.LocalSteps(inner, every=4, transport=transport, bucket_cap_mb=0.002, **options)
     groups = onebit.muon_groups(model, head=model[2]) if "Muon" in name else model.parameters()
+    if name in ("AdamW", "Muon", "Lion"):
+        inner = getattr(torch.optim if name == "AdamW" else onebit, name)(groups, lr=3e-3)
+        return onebit.AveragedSteps(inner, transport=transport, bucket_cap_mb=0.002)
     options = {"freeze_step": 6} if name in ("OnebitAdam", "OnebitLamb") else {}
     return getattr(onebit, name)(groups, compression="always", **common, **options)
 

@@ -59,6 +59,11 @@ def adam(model: nn.Module, members: Members, **options: Any) -> onebit.OnebitAda
     return onebit.OnebitAdam(model.parameters(), transport=members, **{**common, **options})
 
 
+def averaged(model: nn.Module, members: Members) -> onebit.AveragedSteps:
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return onebit.AveragedSteps(inner, transport=members, bucket_cap_mb=0.001, max_grad_norm=1.0)
+
+
 def measured(make: type) -> Make:
     """An optimizer that measures the network before its first step in one bit."""
     return lambda model, members: make(model.parameters(), lr=1e-2, transport=members, bucket_cap_mb=0.001)
@@ -154,7 +159,7 @@ def test_a_founder_that_was_silent_as_the_first_epoch_began_is_a_newcomer(monkey
     assert all(torch.equal(first, params) for _, params in others)
 
 
-@pytest.mark.parametrize("make", [adam, local], ids=["adam", "local"])
+@pytest.mark.parametrize("make", [adam, local, averaged], ids=["adam", "local", "averaged"])
 def test_all_end_with_the_last_step_whoever_is_lost_in_it(make: Make) -> None:
     """Some have taken it then, and others have not."""
 
@@ -194,7 +199,7 @@ def test_one_that_does_not_come_to_the_end_is_left_behind() -> None:
 
 
 @pytest.mark.parametrize("fuse", [0, 0.5])
-@pytest.mark.parametrize("make", [adam, local], ids=["adam", "local"])
+@pytest.mark.parametrize("make", [adam, local, averaged], ids=["adam", "local", "averaged"])
 def test_a_member_may_be_lost_while_replicas_are_compared(
     make: Make, fuse: float, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -318,8 +323,9 @@ def test_random_changes_leave_replicas_equal(seed: int) -> None:
         local,
         partial(local, outer_lr=0.7, outer_momentum=0.9, error_decay=0.9, codec=IdentityCodec()),
         partial(local, balanced=True),
+        averaged,
     ],
-    ids=["muon", "lamb", "measured", "measured 0/1", "local", "local, momentum", "local, balanced"],
+    ids=["muon", "lamb", "measured", "measured 0/1", "local", "local, momentum", "local, balanced", "averaged"],
 )
 @pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.thorough) for k in range(1, 6))])
 def test_random_changes_of_other_optimizers(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -591,6 +597,47 @@ def test_members_whose_rates_differ_are_told() -> None:
     assert all("different weight decay" in str(run.errors[name]) for name in "ab")
 
 
+@pytest.mark.parametrize(("founders", "leaves", "newcomers"), [(3, {"b": 8}, ""), (2, {}, "cd"), (2, {"a": 10}, "")])
+def test_a_dense_optimizer_steps_with_the_mean_of_the_members_of_each_step(
+    founders: int, leaves: dict[str, int], newcomers: str
+) -> None:
+    """A loop in float64, with momentum, a schedule and decay, takes the same steps; newcomers get both."""
+    hub, steps = Hub(founders), 24
+
+    def work(members: Members) -> tuple[list[tuple[str, ...]], np.ndarray]:
+        name, params = members.rendezvous.name, [nn.Parameter(torch.from_numpy(start()).float())]
+        inner = torch.optim.SGD(params, lr=LR, momentum=0.9, weight_decay=0.1)
+        optimizer = onebit.AveragedSteps(inner, transport=members)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
+        begin(optimizer, schedule=schedule)
+        rosters = []
+        while (step := optimizer.steps_taken()) < leaves.get(name, steps):
+            if newcomers and step == 10:
+                await_newcomers(members, hub, len(newcomers))
+            x = params[0].detach().double().numpy()
+            params[0].grad = torch.from_numpy(gradient(x, step, ord(name) - 97)).float()
+            optimizer.step()
+            schedule.step()
+            assert members.roster is not None
+            rosters.append(members.roster.names)
+        if name in leaves:
+            raise Killed
+        optimizer.check_replicas()
+        return rosters, params[0].detach().double().numpy()
+
+    run = founded(hub, work, [INF] * founders)
+    run.joined_by(newcomers)
+    stayed = list(run.results.values())
+    rosters, found = max(stayed, key=lambda its: len(its[0]))
+    assert len(set(rosters)) == 2 and all(np.array_equal(found, its[1]) for its in stayed)
+    x, velocity = start(), np.zeros_like(start())
+    for step, names in enumerate(rosters):
+        mean = np.mean([gradient(x, step, ord(name) - 97) for name in names], axis=0)
+        velocity = 0.9 * velocity + mean + 0.1 * x
+        x = x - LR * 0.9**step * velocity
+    np.testing.assert_allclose(found, x, atol=1e-5, rtol=0)
+
+
 def drawn(layout: Layout) -> Tensor:
     """Random values of the parameters; zeros in the padding."""
     flat = torch.zeros(layout.numel)
@@ -650,8 +697,8 @@ def test_a_run_that_nobody_carries_on_is_told_apart_from_a_start() -> None:
         (lambda p, t: ShardedOnebitAdam(p, lr=1e-2, transport=t), "the only copy"),
         (lambda p, t: onebit.LocalSteps(torch.optim.AdamW(p), every=4, delay=2, transport=t), "delay=0"),
         (lambda p, t: onebit.LocalSteps(torch.optim.AdamW(p), every="auto", transport=t), "give a number of steps"),
-        (lambda p, t: DenseAverager(p, t), "OnebitAdam"),
-        (lambda p, t: onebit.Lamb(p, lr=1e-2).step() or average_gradients(p, t), "OnebitAdam"),
+        (lambda p, t: DenseAverager(p, t), "AveragedSteps"),
+        (lambda p, t: onebit.Lamb(p, lr=1e-2).step() or average_gradients(p, t), "AveragedSteps"),
     ],
 )
 def test_what_cannot_go_on_is_refused_by_name(make: Callable[..., object], why: str) -> None:
