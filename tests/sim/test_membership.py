@@ -516,21 +516,22 @@ def test_the_residuals_of_a_member_that_is_lost_between_rounds_are_counted() -> 
 
     def work(members: Members) -> tuple[int, float]:
         def before_step(optimizer: onebit.LocalSteps) -> None:
-            if optimizer.steps_taken() == 7:
-                own[members.rendezvous.name] = [(x.ef.worker.clone(), x.ef.server.clone()) for x in optimizer.buckets]
+            if optimizer.steps_taken() == 11:  # when the round of step 8 has landed
+                errors = [(bucket.ef.worker.clone(), bucket.ef.server.clone()) for bucket in optimizer.buckets]
+                own[members.rendezvous.name] = members.rank, errors
             if members.rendezvous.name == "b" and optimizer.steps_taken() == 14:
                 raise Killed
 
         stats = trained(members, 20, local, before_step)[1].stats
         return stats.lost_residuals, stats.lost_residual_norm
 
-    own: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    own: dict[str, tuple[int, list[tuple[Tensor, Tensor]]]] = {}
     run = founded(Hub(2), work, [INF, INF]).join()
     ((elements, norm),) = run.results.values()
-    squares = 0.0
-    for worker, server in own["b"]:
+    squares, (rank, errors) = 0.0, own["b"]
+    for worker, server in errors:
         share = worker.double() / 2
-        share.view(2, -1)[1] += server.double()
+        share.view(2, -1)[rank] += server.double()
         squares += float(share.square().sum())
     numel = sum(p.numel() for p in net().parameters())
     assert numel < elements <= 2 * numel and norm == pytest.approx(squares**0.5, rel=1e-4) and norm > 0
