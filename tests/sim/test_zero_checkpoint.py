@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from onebit.comm import SimTransport, init, run_ranks
-from onebit.zero.checkpoint.files import CheckpointError, Checkpoints, _check_model, _names_of_all
+from onebit.comm.messages import gather_texts
+from onebit.zero.checkpoint.files import CheckpointError, Checkpoints, _check_model
 from onebit.zero.checkpoint.tree import pack, select, unpack
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -145,7 +146,7 @@ def test_ranks_may_hold_different_layers_of_one_model(tmp_path: Path) -> None:
     halves = [{name: x for name, x in state.items() if name.startswith(f"{k}.")} for k in range(2)]
 
     def check(transport: SimTransport, model: dict) -> str:
-        names = _names_of_all(transport, model)
+        names = {name for text in gather_texts(transport, "\n".join(model)) for name in text.splitlines()}
         try:
             _check_model(tmp_path, metadata, model, names)
         except CheckpointError as error:
