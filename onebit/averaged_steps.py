@@ -133,7 +133,7 @@ class AveragedSteps(Wrapped):
                 found = change(self, members, why)
                 if found.took_step:
                     break
-                if found.is_back:  # gradients of parameters that the run has left behind count as none
+                if found.is_back:  # its gradients are of parameters that the run has no longer
                     self.zero_grad()
             try:
                 self._average()

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..usage.marks import GradientMark
+from .feature import Training
 from .form import Form
-from .grid import Grid
-from .parallel.sharding import Sharding
 
 log = logging.getLogger(__name__)
 
@@ -34,25 +33,15 @@ _SELDOM = (
 )
 
 
-class Guarded(Protocol):
-    """The engine, as its guard sees it: what `Engine` documents, to be read."""
+class Guarded(Training, Protocol):
+    """The engine, as its guard sees it: more of it than features see."""
 
     @property
     def form(self) -> Form: ...
     @property
-    def module(self) -> nn.Module: ...
-    @property
-    def grid(self) -> Grid: ...
-    @property
-    def sharding(self) -> Sharding: ...
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-    @property
     def scheduler(self) -> object: ...
     @property
     def has_gradients(self) -> bool: ...
-    @property
-    def micro_steps_of_step(self) -> int: ...
     @property
     def counts_micro_batches(self) -> bool: ...
     def gradient_accumulation_steps(self) -> int: ...

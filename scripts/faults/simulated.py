@@ -385,7 +385,7 @@ def _undisturbed(kind: str, steps: int) -> float:
 
 
 def changes(kind: str, tools: Tools, count: int | None = None) -> Iterator[Outcome]:
-    """A run of this optimizer with so many changes; an outcome for each. count: default `CHANGES`."""
+    """A run of this optimizer with this many changes; an outcome for each. count: default `CHANGES`."""
     torch.set_num_threads(1)
     run = Run(kind, tools.random)
     count = count or (QUICK_CHANGES if tools.quick else CHANGES)

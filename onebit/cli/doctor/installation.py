@@ -62,7 +62,7 @@ def examine(
         "caches": caches,
         "installation": "sound" if not problems else f"{len(problems)} to look at, below",
     }
-    return Installation({title: said for title, said in facts.items() if said}, list(dict.fromkeys(problems)))
+    return Installation({title: fact for title, fact in facts.items() if fact}, list(dict.fromkeys(problems)))
 
 
 def _distributions() -> list[metadata.Distribution]:
@@ -146,19 +146,19 @@ def _numbers(version: str) -> list[int]:
 
 def _caches(environment: Mapping[str, str]) -> tuple[str, list[str]]:
     """Where kernels that are compiled at run time are kept; and what cannot be written."""
-    said, closed = [], []
+    folders, closed = [], []
     for name, (variable, default) in CACHES.items():
         if kernels.BACKENDS[name].why_not():
             continue
         folder = Path(environment.get(variable) or default).expanduser()
         existing = next(each for each in (folder, *folder.parents) if each.exists())
         is_open = os.access(existing, os.W_OK)
-        said.append(f"{name} {folder} ({'writable' if is_open else 'not writable'})")
+        folders.append(f"{name} {folder} ({'writable' if is_open else 'not writable'})")
         if not is_open:
             closed.append(
                 f"{existing} is not writable, so {name} compiles its kernels in every process: set {variable}"
             )
-    return ", ".join(said), closed
+    return ", ".join(folders), closed
 
 
 def _untested() -> list[str]:
