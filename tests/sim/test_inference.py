@@ -38,6 +38,19 @@ def gpt() -> GPT:
     return build_model(SIZE, seed=3)
 
 
+MIXED: dict[str, object] = {"layer_types": ["sliding_attention", "full_attention"]}
+WINDOWS: dict[str, tuple[str, dict[str, object]]] = {
+    "mistral": ("Mistral", {}),
+    "phi3 in windows": ("Phi3", {}),
+    "qwen2 in windows": ("Qwen2", {"use_sliding_window": True, **MIXED}),
+    "gemma2": ("Gemma2", {"head_dim": 16, **MIXED}),
+    "gemma3": ("Gemma3", {"head_dim": 16, **MIXED}),
+    "gpt-oss in windows": ("GptOss", {"num_local_experts": 4, "head_dim": 16, **MIXED}),
+    "olmo3": ("Olmo3", {"layer_types": ["sliding_attention"] * 2}),
+}
+"""Models of transformers with layers that look back over 6 tokens: the family, and more of its configuration."""
+
+
 @functools.cache
 def of_transformers(kind: str) -> nn.Module:
     import transformers
@@ -60,6 +73,11 @@ def of_transformers(kind: str) -> nn.Module:
     if kind == "opt":
         opt = {"ffn_dim": 128, "word_embed_proj_dim": 64, "max_position_embeddings": 64}
         return transformers.OPTForCausalLM(transformers.OPTConfig(**shape, **opt, **ids)).eval()
+    if kind in WINDOWS:
+        family, more = WINDOWS[kind]
+        config_class = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
+        config = config_class(sliding_window=6, **more, **heads, **shape, **ids)
+        return getattr(transformers, f"{family}ForCausalLM")(config).eval()
     if kind in ("llama", "phi3", "olmo2"):
         family = {"llama": "Llama", "phi3": "Phi3", "olmo2": "Olmo2"}[kind]
         config = getattr(transformers, f"{family}Config")(**heads, **shape, **ids)
@@ -74,7 +92,7 @@ def model_of(kind: str) -> nn.Module:
 
 
 SLOW = [pytest.mark.slow, needs_transformers]
-DECODERS = ["gpt", *(pytest.param(kind, marks=SLOW) for kind in ("gpt2", "llama", "opt"))]
+DECODERS = ["gpt", *(pytest.param(kind, marks=SLOW) for kind in ("gpt2", "llama", "opt", *WINDOWS))]
 
 
 def prompts(*lengths: int) -> list[Tensor]:
@@ -150,7 +168,7 @@ def test_a_compiled_product_is_the_same() -> None:
     "kind", [*DECODERS, *(pytest.param(kind, marks=SLOW) for kind in ("phi3", "olmo2", "bert", "bert classes"))]
 )
 def test_ranks_give_the_logits_and_tokens_of_one(kind: str, ranks: int) -> None:
-    if ranks == 4 and kind in ("llama", "phi3", "olmo2"):
+    if ranks == 4 and kind in ("llama", "phi3", "olmo2", *WINDOWS):
         pytest.skip("it has two heads of keys; test_heads_that_ranks_do_not_divide has this case")
     model, (short, text) = model_of(kind), prompts(5, 21)
 
@@ -714,7 +732,6 @@ def test_requests_that_cannot_be_answered() -> None:
 @pytest.mark.slow
 @needs_transformers
 def test_models_that_do_not_decode() -> None:
-    import transformers
 
     refused(
         init_inference(of_transformers("bert")),
@@ -722,11 +739,9 @@ def test_models_that_do_not_decode() -> None:
         prompts(3),
         max_new_tokens=1,
     )
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    window = transformers.MistralForCausalLM(
-        transformers.MistralConfig(num_key_value_heads=2, vocab_size=256, sliding_window=4, pad_token_id=None, **shape)
-    )
-    refused(init_inference(window), "do not attend to all tokens", prompts(3), max_new_tokens=1)
+    chunks = copy.deepcopy(of_transformers("llama"))
+    chunks.config.layer_types = ["chunked_attention", "full_attention"]  # type: ignore[union-attr]
+    refused(init_inference(chunks), "neither to all tokens nor over a window", prompts(3), max_new_tokens=1)
 
 
 def test_heads_that_ranks_do_not_divide() -> None:

@@ -5,6 +5,7 @@ Shape legend: B rows, H heads, T new tokens, S slots, d features of a head.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -13,17 +14,31 @@ class StaticCache:
 
     def __init__(self, slots: int):
         self.slots = slots
+        self.rows = 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
     def fit(self, rows: int) -> None:
         """Make the cache fit this many rows: a cache with another number is dropped."""
-        if self.keys and next(iter(self.keys.values())).shape[0] != rows:
-            self.keys, self.values = {}, {}
+        if rows != self.rows:
+            self.rows, self.keys, self.values = rows, {}, {}
 
-    def at(self, slots_T: Tensor, width: int) -> CacheView:
-        """The view for a forward pass that writes its T tokens to these slots, and reads the first `width` slots."""
-        return CacheView(self, slots_T, width)
+    def at(self, slots: Tensor, width: int, rows: slice = slice(None)) -> CacheView:
+        """The view for a forward pass of these rows that reads the first `width` slots.
+
+        It writes its T tokens to the slots [T]; or the one token of each row to the row's own slot, [B, 1].
+        """
+        return CacheView(self, slots, width, rows)
+
+    def move(self, row: int, to: int, filled: int) -> None:
+        """Copy the first `filled` slots of a row to another."""
+        for kept in (*self.keys.values(), *self.values.values()):
+            kept[to, :, :filled] = kept[row, :, :filled]
+
+    def clear(self, row: int) -> None:
+        """Forget what is not finite: also slots that are masked would spoil a row with it, as 0 × NaN is NaN."""
+        for kept in (*self.keys.values(), *self.values.values()):
+            kept[row].zero_()
 
     @property
     def nbytes(self) -> int:
@@ -35,8 +50,8 @@ class CacheView:
 
     is_compileable = True
 
-    def __init__(self, cache: StaticCache, slots_T: Tensor, width: int):
-        self._cache, self._slots_T, self._width = cache, slots_T, width
+    def __init__(self, cache: StaticCache, slots: Tensor, width: int, rows: slice):
+        self._cache, self._slots, self._width, self._rows = cache, slots, width, rows
 
     def update(
         self, keys_BHTd: Tensor, values_BHTd: Tensor, layer: int, *_: object, **__: object
@@ -46,11 +61,15 @@ class CacheView:
 
     def get_seq_length(self, layer: int = 0) -> int:
         """The slots before the new tokens. Models derive positions from it if they are given none, as OPT may."""
-        return self._width - len(self._slots_T)
+        return self._width - self._slots.shape[-1]
 
     def _kept(self, layers: dict[int, Tensor], x_BHTd: Tensor, layer: int) -> Tensor:
+        B, H, _, d = x_BHTd.shape
         if layer not in layers:
-            B, H, _, d = x_BHTd.shape
-            layers[layer] = x_BHTd.new_zeros(B, H, self._cache.slots, d)
-        layers[layer].index_copy_(2, self._slots_T, x_BHTd)
-        return layers[layer][:, :, : self._width]
+            layers[layer] = x_BHTd.new_zeros(self._cache.rows, H, self._cache.slots, d)
+        kept_BHSd = layers[layer][self._rows]
+        if self._slots.dim() == 1:
+            kept_BHSd.index_copy_(2, self._slots, x_BHTd)
+        else:
+            kept_BHSd[torch.arange(B, device=x_BHTd.device), :, self._slots[:, 0]] = x_BHTd[:, :, 0]
+        return kept_BHSd[:, :, : self._width]

@@ -51,6 +51,7 @@ class InferenceEngine:
         self._cache_name = cache_name(module)
         taken = inspect.signature(module.forward).parameters
         self._named = {name: value for name, value in named.items() if name in taken}
+        self._windows = windows_of(module)
         self._dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
         self._decode: Callable[..., Tensor] = self._forward
         self._replays = config.enable_cuda_graph
@@ -143,7 +144,8 @@ class InferenceEngine:
         ends, pad = ends_of(self.module, options), pad_of(self.module, options)
         mask = mask_of(prompts, attention_mask, pad, ends)
         rows = rows_of(prompts, mask)
-        self._check(rows, max_new_tokens, f"{ends} {pad} {sorted(options.items())}")
+        self.check(rows, max_new_tokens)
+        self._agree(f"{[row.tolist() for row in rows]} {max_new_tokens} {ends} {pad} {sorted(options.items())}")
         choice = choice_of(self.module, prompts, mask, max_new_tokens, options, self.device)
         return self._steps(rows, max_new_tokens, set(ends), choice)
 
@@ -172,7 +174,7 @@ class InferenceEngine:
         device = self.device
         slots_T = torch.arange(slot, slot + T, device=device)
         starts_B = torch.zeros(B, dtype=torch.int64, device=device)
-        return self._run(self._forward, self._stepped, tokens_BT.to(device), starts_B, slots_T, slot + T)
+        return self.run(self._stepped, tokens_BT.to(device), starts_B, slots_T, slot + T)
 
     def _steps(self, rows: Sequence[Tensor], most: int, ends: set[int], choice: Choice) -> Iterator[list[int | None]]:
         T, device = max(map(len, rows)), self.device
@@ -181,7 +183,7 @@ class InferenceEngine:
         cache = self._free.pop() if self._free else StaticCache(self.slots)
         try:
             cache.fit(len(rows))
-            logits_BV = self._run(self._forward, cache, tokens_BT, starts_B, torch.arange(T, device=device), T)
+            logits_BV = self.run(cache, tokens_BT, starts_B, torch.arange(T, device=device), T)
             has_ended = [False] * len(rows)
             for slot in range(T, T + most):
                 chosen_B = choice.choose(logits_BV)  # on all ranks, so that all raise if a rule fails
@@ -197,44 +199,72 @@ class InferenceEngine:
                     torch.tensor([slot], device=device, dtype=torch.int64),
                     self.slots if self._replays else slot + 1,
                 )
-                logits_BV = self._run(self._decode, cache, chosen_B[:, None], starts_B, at, width)
+                logits_BV = self.run(cache, chosen_B[:, None], starts_B, at, width, decodes=True)
         finally:
             self._free.append(cache)
 
-    def _run(
+    def run(
         self,
-        forward: Callable[..., Tensor],
         cache: StaticCache,
         tokens_BT: Tensor,
         starts_B: Tensor,
-        slots_T: Tensor,
+        slots: Tensor,
         S: int,
+        *,
+        first: int = 0,
+        decodes: bool = False,
     ) -> Tensor:
-        """The logits [B, V] after the last tokens. S: how many slots are read."""
-        positions_BT = (slots_T - starts_B[:, None]).clamp(min=0)
-        at_S = torch.arange(S, device=slots_T.device)
+        """One forward pass over rows of a cache.
+
+        All ranks call it with the same arguments.
+
+        Args:
+            cache: The cache, which it fills.
+            tokens_BT: int64 [B, T], the tokens.
+            starts_B: int64 [B], each row's first slot.
+            slots: int64 [T], the tokens' slots; or [B, 1], for one token a row each row's own.
+            S: How many slots are read.
+            first: The first of the cache's rows; the others follow it.
+            decodes: Run the decode step, which may be compiled.
+
+        Returns:
+            The logits [B, V] after the last tokens.
+        """
+        slots_BT = slots if slots.dim() == 2 else slots[None]
+        positions_BT = (slots_BT - starts_B[:, None]).clamp(min=0)
+        at_S, at_BT1 = torch.arange(S, device=slots.device), slots_BT[:, :, None]
         # A slot before a row's beginning sees itself: a softmax over nothing would be NaN.
-        is_own_BTS = (at_S >= starts_B[:, None, None]) | (at_S == slots_T[:, None])
-        is_seen_BTS = is_own_BTS & (at_S <= slots_T[:, None])
-        mask_BTS = torch.zeros(is_seen_BTS.shape, dtype=self._dtype, device=at_S.device)
-        mask_B1TS = mask_BTS.masked_fill_(~is_seen_BTS, torch.finfo(self._dtype).min)[:, None]
+        is_seen_BTS = ((at_S >= starts_B[:, None, None]) | (at_S == at_BT1)) & (at_S <= at_BT1)
+        masks_B1TS = {}
+        for kind, window in self._windows.items():
+            is_hidden_BTS = ~(is_seen_BTS if window is None else is_seen_BTS & (at_S > at_BT1 - window))
+            mask_BTS = torch.zeros(is_hidden_BTS.shape, dtype=self._dtype, device=at_S.device)
+            masks_B1TS[kind] = mask_BTS.masked_fill_(is_hidden_BTS, torch.finfo(self._dtype).min)[:, None]
+        forward = self._decode if decodes else self._forward
         if forward is not self._forward and not self._replays:
-            torch._dynamo.maybe_mark_dynamic(mask_B1TS, 3)
+            for mask_B1TS in masks_B1TS.values():
+                torch._dynamo.maybe_mark_dynamic(mask_B1TS, 3)
         with torch.no_grad():
-            return forward(cache, tokens_BT, positions_BT, mask_B1TS, slots_T)
+            return forward(cache, tokens_BT, positions_BT, masks_B1TS, slots, first)
 
     def _forward(
-        self, cache: StaticCache, tokens_BT: Tensor, positions_BT: Tensor, mask_B1TS: Tensor, slots_T: Tensor
+        self,
+        cache: StaticCache,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        masks_B1TS: dict[str, Tensor],
+        slots: Tensor,
+        first: int,
     ) -> Tensor:
-        view = cache.at(slots_T, mask_B1TS.shape[3])
-        out = self.module(
-            tokens_BT, attention_mask=mask_B1TS, position_ids=positions_BT, **{self._cache_name: view}, **self._named
-        )
-        return outputs_of(out)[:, -1]
+        mask = masks_B1TS.get(ALL_LAYERS, masks_B1TS)  # a model with layers of several kinds takes a mask of each
+        view = cache.at(slots, next(iter(masks_B1TS.values())).shape[3], slice(first, first + len(tokens_BT)))
+        named = {"attention_mask": mask, "position_ids": positions_BT, self._cache_name: view}
+        return outputs_of(self.module(tokens_BT, **named, **self._named))[:, -1]
 
     # ---------------------------------------------------------------- what is asked
 
-    def _check(self, rows: Sequence[Tensor], most: int, options: str) -> None:
+    def check(self, rows: Sequence[Tensor], most: int) -> None:
+        """Check that these prompts with `most` new tokens each can be continued. Raises ValueError if they cannot."""
         if (why := why_no_decoding(self.module)) is not None:
             raise ValueError(f"{why}; call the engine like the model instead of generate()")
         if not rows or min(map(len, rows)) == 0 or most < 1:
@@ -245,9 +275,10 @@ class InferenceEngine:
                 f"a prompt of {longest_row} tokens and {most} new ones do not fit into the cache of {self.slots}: "
                 f"shorten them, or raise max_out_tokens{f', up to the {limit} of the model' if limit else ''}"
             )
+
+    def _agree(self, asked: str) -> None:
         if self.transport.world_size > 1:
-            asked = hashlib.sha256(f"{[row.tolist() for row in rows]} {most} {options}".encode()).hexdigest()
-            every = gather_texts(self.transport, asked)
+            every = gather_texts(self.transport, hashlib.sha256(asked.encode()).hexdigest())
             if other := next((rank for rank, text in enumerate(every) if text != every[0]), None):
                 raise ValueError(
                     f"rank {other} generates from other prompts or options than rank 0; give all ranks the same"
@@ -261,11 +292,23 @@ def why_no_decoding(model: nn.Module) -> str | None:
     if missing or not getattr(model, "can_generate", lambda: True)():
         lacks = ", ".join(sorted(missing)) or "cache"
         return f"{name} does not generate: it is an encoder, or its forward takes no {lacks}"
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if others or window:
-        return f"{name} has layers that do not attend to all tokens ({', '.join(sorted(others)) or f'window {window}'})"
+    if others := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+        return f"{name} has layers that attend neither to all tokens nor over a window ({', '.join(sorted(others))})"
     return None
+
+
+ALL_LAYERS = ""
+"""The kind of layers of a model that takes one mask."""
+
+
+def windows_of(model: nn.Module) -> dict[str, int | None]:
+    """By kind of layer, how many tokens it looks back over, itself included; None for all."""
+    config = getattr(model, "config", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if "sliding_attention" in kinds:
+        return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+    return {ALL_LAYERS: None if kinds else window}
 
 
 def cache_name(model: nn.Module) -> str:
