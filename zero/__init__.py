@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from ..version import VERSION as __version__  # noqa: F401
 
 __all__ = [
-    "CheckpointError", "Checkpoints", "Config", "DeepSpeedEngine", "Engine", "InferenceConfig", "InferenceEngine",
-    "LayerSpec", "NotFiniteError", "Offload", "PipelineModule", "SequenceRanks", "ShardedOnebitAdam",
+    "CheckpointError", "Checkpoints", "Config", "ContinuousBatch", "DeepSpeedEngine", "Engine", "InferenceConfig",
+    "InferenceEngine", "LayerSpec", "NotFiniteError", "Offload", "PipelineModule", "SequenceRanks", "ShardedOnebitAdam",
     "ShardedOnebitLamb", "ShardedZeroOneAdam", "TiedLayerSpec", "add_config_arguments", "data", "data_efficiency",
     "export_compressed", "export_weights", "fsdp", "get_accelerator", "grid", "import_compressed", "import_weights",
     "init_compression", "init_distributed", "init_inference", "initialize", "log_dist", "materialize",
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from .deepspeed.utils import log_dist
     from .deepspeed.utils import logger as logger
     from .engine import Engine
-    from .inference import InferenceConfig, InferenceEngine, init_inference
+    from .inference import ContinuousBatch, InferenceConfig, InferenceEngine, init_inference
     from .offload import Offload
     from .parallel import fsdp, tensor
     from .pipeline.layers import LayerSpec, PipelineModule, TiedLayerSpec
@@ -97,6 +97,7 @@ else:
         "DeepSpeedEngine": ".deepspeed.engine",
         "Engine": ".engine",
         "InferenceConfig": ".inference",
+        "ContinuousBatch": ".inference",
         "InferenceEngine": ".inference",
         "LayerSpec": ".pipeline.layers",
         "NotFiniteError": ".sharded.exchange",

@@ -3,13 +3,14 @@
     engine = onebit.zero.init_inference(model, dtype="int8", kernel_inject=True)
     texts = engine.generate([prompt], max_new_tokens=64)
 
-Start at `initializing.py`. `engine.py` decodes, and `requests.py` reads its prompts and options. `split.py` divides
-layers among ranks; `layers.py` and `experts.py` hold the parts, in floats or int8; `cache.py` keeps keys and values;
-`plan.py` estimates what a token costs.
+Start at `initializing.py`. `engine.py` decodes, and `requests.py` reads its prompts and options; `batch.py` answers
+requests that come and go. `split.py` divides layers among ranks; `layers.py` and `experts.py` hold the parts, in floats
+or int8; `cache.py` keeps keys and values; `plan.py` estimates what a token costs.
 """
 
+from .batch import ContinuousBatch
 from .config import InferenceConfig
 from .engine import InferenceEngine
 from .initializing import init_inference
 
-__all__ = ["InferenceConfig", "InferenceEngine", "init_inference"]
+__all__ = ["ContinuousBatch", "InferenceConfig", "InferenceEngine", "init_inference"]

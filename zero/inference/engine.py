@@ -73,6 +73,12 @@ class InferenceEngine:
         return next(iter([*self.module.parameters(), *self.module.buffers()])).device
 
     @property
+    def vocabulary(self) -> int | None:
+        """How many tokens the model knows, by its configuration; None if it does not tell."""
+        found = getattr(getattr(self.module, "config", None), "vocab_size", None)
+        return found if isinstance(found, int) else None
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of weights and buffers on this rank, without the cache."""
         tensors = {x.data_ptr(): x.nbytes for x in (*self.module.parameters(), *self.module.buffers())}
@@ -269,6 +275,10 @@ class InferenceEngine:
             raise ValueError(f"{why}; call the engine like the model instead of generate()")
         if not rows or min(map(len, rows)) == 0 or most < 1:
             raise ValueError("expected prompts of at least one token each, and max_new_tokens of at least 1")
+        least, greatest = min(int(row.min()) for row in rows), max(int(row.max()) for row in rows)
+        if least < 0 or greatest >= (self.vocabulary or greatest + 1):
+            known = f" to {self.vocabulary - 1}" if self.vocabulary else ""
+            raise ValueError(f"expected tokens from 0{known}, got {least} to {greatest}")
         if (longest_row := max(map(len, rows))) + most > self.slots:
             limit = longest(self.module)
             raise ValueError(
