@@ -1,4 +1,4 @@
-"""The fast tests with the oldest, the pinned and the newest torch, and with every Python that is found; one table.
+"""The tests with the oldest, the pinned and the newest torch, and with every Python that is found; one table.
 
     make test-matrix
     python scripts/matrix.py --torch 2.8.0 --python python3.12 --tier usual tests/processes
@@ -22,7 +22,16 @@ OLDEST = "2.6.0"
 NEWEST = "newest"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 NEWEST_PYTHON = {"2.6": "3.13", "2.7": "3.13", "2.8": "3.13"}  # of older torch, for which there are wheels
-TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "setuptools")
+TESTS = (
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "hypothesis",
+    "setuptools",
+    "check-jsonschema",
+    "validate-pyproject",
+    "cibuildwheel",
+)
 EXTRAS = (
     "safetensors",
     "rich",
