@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": ("plan", "estimate memory, traffic and seconds per step of a run, before it starts"),
     "demo": ("demo", "train a small model with AdamW and with OnebitAdam, and compare loss and traffic"),
     "bench": ("bench", "measure codecs and kernels on this machine, and exchanges between ranks"),
+    "serve": ("serve.command", "answer requests with a model of transformers, in OpenAI's form"),
     "convert": ("convert", "write weights of onebit, DeepSpeed or torch as one file; or our state as AdamW's"),
     "layout": ("layout", "draw a sparse attention layout, with its cost and the range of a token"),
     "rendezvous": ("rendezvous", "hold the list of a run's members, which come and go"),

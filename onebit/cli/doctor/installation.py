@@ -24,7 +24,7 @@ PACKAGE = Path(__file__).parents[2]
 NEWEST_PYTHON = (3, 14)
 OPTIONAL = (
     "mpi4py", "triton", "cupy", "safetensors", "rich", "matplotlib", "transformers", "accelerate", "lightning",
-    "deepspeed",
+    "fastapi", "uvicorn", "deepspeed",
 )  # fmt: skip
 CACHES = {"triton": ("TRITON_CACHE_DIR", "~/.triton/cache"), "cupy": ("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")}
 """By kernel backend that compiles at run time: the variable that names its cache, and the default."""

@@ -1,0 +1,85 @@
+"""What stands before every request: who may ask, how large a request may be, and how long its sender may take."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+OPEN = ("/", "/health")
+"""Paths that need no token: they tell nothing of the model's texts."""
+
+
+class _TooLarge(Exception):
+    """The request has more bytes than allowed."""
+
+
+class Guard:
+    """Middleware: 401 without the token, 413 for more bytes than allowed, 408 for a sender that is too slow."""
+
+    def __init__(self, app: ASGIApp, token: str | None, most_bytes: int, read_s: float):
+        self._app, self._token, self._most, self._read_s = app, token, most_bytes, read_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if self._token is not None and scope["path"] not in OPEN and not self._is_known(scope):
+            await _refuse(send, 401, "send the server's token: Authorization: Bearer TOKEN", "authentication_error")
+            return
+        try:
+            body = await asyncio.wait_for(self._body(receive), self._read_s)
+        except asyncio.TimeoutError:
+            about = f"the request did not arrive within {self._read_s:g} seconds"
+            await _refuse(send, 408, about, "invalid_request_error")
+            return
+        except _TooLarge:
+            await _refuse(
+                send, 413, f"a request may have {self._most} bytes; this one has more", "invalid_request_error"
+            )
+            return
+        if body is None:
+            return
+        is_given = False
+
+        async def again() -> Message:
+            nonlocal is_given
+            if is_given:
+                return await receive()
+            is_given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, again, send)
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """The whole request; None if its sender went away."""
+        body, is_more = bytearray(), True
+        while is_more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > self._most:
+                raise _TooLarge
+            is_more = message.get("more_body", False)
+        return bytes(body)
+
+    def _is_known(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, f"Bearer {self._token}".encode())
+
+
+async def _refuse(send: Send, status: int, about: str, kind: str) -> None:
+    body = json.dumps(error_of(about, kind)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, (b"connection", b"close")]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def error_of(about: str, kind: str) -> dict[str, object]:
+    """An error in the form that clients of this interface expect."""
+    return {"error": {"message": about, "type": kind, "param": None, "code": None}}

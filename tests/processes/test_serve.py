@@ -1,0 +1,257 @@
+"""`onebit serve` with a GPT over bytes: text in pieces, what stands before a request, and answers over HTTP."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from train.model import ModelSize, build_model
+
+from onebit.cli.serve.text import Text
+from onebit.zero import ContinuousBatch, init_inference
+
+pytest.importorskip("fastapi", reason="pip install onebit[serve]")
+httpx = pytest.importorskip("httpx")
+uvicorn = pytest.importorskip("uvicorn")
+
+from onebit.cli.serve.app import Limits, Served, make_app  # noqa: E402
+from onebit.cli.serve.worker import Worker  # noqa: E402
+
+TOKEN = "a secret"
+HEADERS = {"authorization": f"Bearer {TOKEN}"}
+
+
+def of_bytes(tokens: list[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+# ---------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize("text", ["", "a", "Äpfel, 日本語 und 🙂", "ends in half 🙂"])
+@pytest.mark.parametrize("stops", [[], ["und"], ["n", "日本"], ["never", ""]])
+def test_pieces_are_the_text_before_the_first_stop(text: str, stops: list[str]) -> None:
+    """Whatever the pieces: none has half a character, and together they are what comes before the first stop string."""
+    tokens = list(text.encode())
+    expected = text[: min((at for stop in stops if stop and (at := text.find(stop)) >= 0), default=len(text))]
+    pieces, seen = Text(of_bytes, stops), ""
+    for n in range(1, len(tokens) + 1):
+        seen += pieces.piece(tokens[:n], is_last=n == len(tokens))
+        assert expected.startswith(seen)
+    assert seen == expected and pieces.is_stopped == (expected != text)
+
+
+def test_half_a_character_at_the_end_is_shown() -> None:
+    pieces = Text(of_bytes)
+    tokens = list("é".encode())[:1]
+    assert pieces.piece([65, *tokens], is_last=False) == "A"
+    assert pieces.piece([65, *tokens], is_last=True) == "\ufffd"
+
+
+# ---------------------------------------------------------------- a server
+
+
+class Server:
+    """A server in a thread, on a port of its own."""
+
+    def __init__(self, rows: int = 4, waiting: int = 300, limits: Limits = Limits(), token: str | None = TOKEN):  # noqa: B008
+        torch.manual_seed(0)
+        self.engine = init_inference(build_model(ModelSize(layers=2, width=64, heads=4, context=64), seed=3))
+        self.batch = ContinuousBatch(self.engine, rows, chunk=8)
+        self.worker = Worker(self.batch, waiting, 0.05, lambda: None)
+
+        def chat(messages: list[dict[str, str]]) -> list[int]:
+            if messages[-1]["role"] != "user":
+                raise ValueError("a user must speak last")
+            return list("".join(message["content"] for message in messages).encode())
+
+        served = Served("bytes", self.engine.slots, lambda text: list(text.encode()), of_bytes, chat)
+        app = make_app(served, self.worker, limits, token)
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.address = self.socket.getsockname()
+        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=2))
+        self._thread = threading.Thread(target=lambda: self._server.run(sockets=[self.socket]))
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+
+    def post(self, path: str = "/v1/completions", **fields: object) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=fields, headers=HEADERS, timeout=30.0)
+
+    def alone(self, prompt: str, most: int, **options: object) -> list[int]:
+        tokens = list(prompt.encode())
+        return self.engine.generate([tokens], max_new_tokens=most, **options)[0].tolist()[len(tokens) :]  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    running = Server()
+    yield running
+    running.close()
+
+
+def eventually(holds: object, within_s: float = 10.0) -> bool:
+    end = time.monotonic() + within_s
+    while not holds():  # type: ignore[operator]
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_an_answer_whole_and_in_pieces(server: Server) -> None:
+    expected = of_bytes(server.alone("Once", 12))
+    whole = server.post(prompt="Once", max_tokens=12, temperature=0).json()
+    assert whole["choices"][0]["text"] == expected and whole["choices"][0]["finish_reason"] == "length"
+    assert whole["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+    streamed = server.post(prompt=list(b"Once"), max_tokens=12, stream=True, temperature=0).text
+    lines = [line.removeprefix("data: ") for line in streamed.split("\n\n") if line]
+    events = [json.loads(line) for line in lines[:-1]]
+    assert lines[-1] == "[DONE]" and "".join(event["choices"][0]["text"] for event in events) == expected
+    assert [event["choices"][0]["finish_reason"] for event in events[-2:]] == [None, "length"]
+    talk = [{"role": "system", "content": "On"}, {"role": "user", "content": "ce"}]
+    chat = server.post("/v1/chat/completions", messages=talk, max_tokens=12).json()
+    assert chat["choices"][0]["message"] == {"role": "assistant", "content": expected}
+    assert chat["object"] == "chat.completion"
+
+
+def test_a_stop_string_ends_the_answer(server: Server) -> None:
+    text = of_bytes(server.alone("Once", 30))
+    stop = next(text[n : n + 2] for n in range(3, len(text)) if "\ufffd" not in text[n : n + 2])
+    answer = server.post(prompt="Once", max_tokens=30, stop=[stop]).json()["choices"][0]
+    assert answer["text"] == text[: text.index(stop)] and answer["finish_reason"] == "stop"
+    assert eventually(lambda: not server.batch.running)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "about"),
+    [
+        ({"prompt": "x", "logprobs": 2}, 400, "logprobs: this server has no such option"),
+        ({"prompt": "x", "n": 2}, 400, "n: "),
+        ({"prompt": "x", "max_tokens": "4"}, 400, "max_tokens: "),
+        ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens: "),
+        ({"prompt": "x", "temperature": -1}, 400, "temperature: "),
+        ({"prompt": "x", "temperature": float("nan")}, 400, "temperature: "),
+        ({"prompt": "x", "max_tokens": 100}, 400, "do not fit into the cache of 64"),
+        ({"prompt": ""}, 400, "at least one token"),
+        ({"prompt": [-1]}, 400, "expected tokens from 0"),
+        ({"prompt": "x", "repetition_penalty": 1.2}, 400, "repetition_penalty"),
+        ({"prompt": "x", "model": "gpt-5"}, 404, "this server has bytes, not gpt-5"),
+        ({}, 400, "prompt: "),
+        ({"prompt": "x" * (1 << 20)}, 413, "may have 1048576 bytes"),
+    ],
+)
+def test_a_wrong_request_is_a_sentence(server: Server, fields: dict, status: int, about: str) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", content=json.dumps(fields), headers={
+        **HEADERS, "content-type": "application/json"}, timeout=30.0)  # fmt: skip
+    assert answer.status_code == status and about in answer.json()["error"]["message"], answer.text
+
+
+def test_what_is_no_request(server: Server) -> None:
+    url, json_type = f"{server.url}/v1/completions", {**HEADERS, "content-type": "application/json"}
+    for content, headers, about in ((b"{", json_type, "not JSON"), (b"[]", json_type, "JSON object"),
+                                    (b'{"prompt": "x"}', HEADERS, "content-type: application/json")):  # fmt: skip
+        answer = httpx.post(url, content=content, headers=headers)
+        assert answer.status_code == 400 and about in answer.json()["error"]["message"], answer.text
+    talk = [{"role": "assistant", "content": "me"}]
+    assert "a user must speak last" in server.post("/v1/chat/completions", messages=talk).text
+    for headers in ({}, {"authorization": "Bearer no"}, {"authorization": TOKEN}):
+        answer = httpx.post(url, json={"prompt": "x"}, headers=headers)
+        assert answer.status_code == 401 and "Bearer" in answer.json()["error"]["message"]
+    assert httpx.get(server.url).text.startswith("<!doctype html>")
+    assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
+
+
+@pytest.mark.slow
+def test_two_hundred_requests_of_which_some_go_away(server: Server) -> None:
+    """Of random lengths, at once; every answer is that of the request alone, and those who leave free their rows."""
+    draw = random.Random(5)
+    asked = [("".join(draw.choices("abcdef", k=draw.randint(1, 30))), draw.randint(1, 30)) for _ in range(200)]
+    memory = None
+
+    def ask(k: int) -> bool:
+        prompt, most = asked[k]
+        how = {"temperature": 0.9, "seed": k} if k % 3 == 0 else {"temperature": 0}
+        if k % 7 == 0:  # reads a little of the answer, or nothing, and goes away
+            fields = {"prompt": prompt, "max_tokens": 34, "stream": k % 2 == 0}
+            with httpx.stream(
+                "POST", f"{server.url}/v1/completions", json=fields, headers=HEADERS, timeout=60.0
+            ) as left:
+                if k % 2 == 0:
+                    next(left.iter_text())
+            return True
+        answer = server.post(prompt=prompt, max_tokens=most, **how)
+        return answer.status_code == 200 and answer.json()["choices"][0]["text"] == expected[k]
+
+    expected = {}
+    for k, (prompt, most) in enumerate(asked):
+        options = {"do_sample": True, "temperature": 0.9, "seed": k} if k % 3 == 0 else {}
+        expected[k] = of_bytes(server.alone(prompt, most, **options))
+    with ThreadPoolExecutor(24) as pool:
+        assert all(pool.map(ask, range(100)))
+        memory = server.batch.cache_bytes
+        assert all(pool.map(ask, range(100, 200)))
+    assert eventually(lambda: not server.batch.running and not server.batch.waiting)
+    assert server.batch.cache_bytes == memory
+
+
+def test_a_reader_who_goes_away_frees_the_row(server: Server) -> None:
+    with httpx.stream("POST", f"{server.url}/v1/completions", headers=HEADERS, json={
+        "prompt": "x", "max_tokens": 63, "stream": True, "temperature": 1, "seed": 1}) as answer:  # fmt: skip
+        next(answer.iter_text())
+    assert eventually(lambda: not server.batch.running)
+
+
+def test_too_many_too_slow_and_other_names() -> None:
+    """A server with little room tells whom it cannot take, whose answer takes too long, and who is too slow to ask."""
+    limits = Limits(read_s=0.5, answer_s=0.4, hosts=("127.0.0.1",))
+    server = Server(rows=1, waiting=0, limits=limits, token=None)
+    try:
+        hold, step = threading.Event(), server.batch.step
+
+        def slow() -> object:
+            hold.wait(0.3)
+            return step()
+
+        server.batch.step = slow  # type: ignore[method-assign,assignment]
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(server.post, prompt="x", max_tokens=30)
+            assert eventually(lambda: server.batch.running)
+            assert server.post(prompt="y").status_code == 429
+            assert first.result().status_code == 504
+            hold.set()
+        assert eventually(lambda: not server.batch.running)
+        assert server.post(prompt="y", max_tokens=1).status_code == 200
+        connection = socket.create_connection(server.address, timeout=10)
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 10\r\n\r\n{")
+        assert b"408" in connection.recv(100)
+        assert httpx.get(server.url, headers={"host": "evil.example"}).status_code == 400
+    finally:
+        server.close()
+
+
+def test_a_model_that_fails_tells_all_and_refuses_the_next() -> None:
+    server = Server(rows=2)
+    try:
+
+        def fail() -> list:
+            raise MemoryError("no memory for this")
+
+        server.batch.step = fail  # type: ignore[method-assign]
+        answers = [server.post(prompt="x", max_tokens=3) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [503, 503]
+        assert "no memory for this" in answers[0].text and "no memory for this" in answers[1].text
+        assert httpx.get(f"{server.url}/health").status_code == 503
+    finally:
+        server.close()

@@ -1,0 +1,144 @@
+"""`onebit serve` as a command: a model of transformers over one and two ranks, how it ends, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+
+from onebit.cli import UserError
+from onebit.cli import main as onebit_command
+from onebit.cli.serve.command import main as serve
+from onebit.zero import init_inference
+
+for needed in ("fastapi", "transformers"):
+    pytest.importorskip(needed, reason="pip install onebit[serve]")
+httpx = pytest.importorskip("httpx")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with a tokenizer whose tokens are bytes, and a chat template."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("served") / "little-llama"
+    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>"]
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=258, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def served(*command: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A server that answers. Its whole session is killed at the end."""
+    words = [sys.executable, "-m", *command, "--port", str(port)]
+    process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + 90
+        while True:
+            with pytest.raises(httpx.HTTPError) if process.poll() is not None else _quiet():
+                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
+                    break
+            assert process.poll() is None and time.monotonic() < end, process.communicate()[0].decode()
+            time.sleep(0.2)
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=10)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    try:
+        yield
+    except httpx.HTTPError:
+        return
+
+
+def ask(port: int, path: str = "completions", **fields: object) -> httpx.Response:
+    fields = {"max_tokens": 12, "temperature": 0} | fields
+    return httpx.post(f"http://127.0.0.1:{port}/v1/{path}", json=fields, timeout=30)
+
+
+def expected(model: Path) -> str:
+    answer = init_inference(str(model)).generate([list(b"abc")], max_new_tokens=1)
+    assert len(answer[0]) == 4
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokens = init_inference(str(model)).generate([tokenizer("Once")["input_ids"]], max_new_tokens=12)[0]
+    return str(tokenizer.decode(tokens.tolist()[4:], skip_special_tokens=True))
+
+
+def test_a_server_answers_and_ends_by_a_signal(model: Path) -> None:
+    port, text = ranks.free_port(), expected(model)
+    with served("onebit", "serve", str(model), "--tokens", "64", port=port) as process:
+        assert httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"][0]["id"] == "little-llama"
+        assert ask(port, prompt="Once").json()["choices"][0]["text"] == text
+        talk = [{"role": "user", "content": "Once"}]
+        assert ask(port, "chat/completions", messages=talk).json()["choices"][0]["message"]["content"] == text
+        fields = {"prompt": "Once", "max_tokens": 50, "stream": True}
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=fields, timeout=30) as streamed:
+            process.send_signal(signal.SIGTERM)  # the answer under way is ended
+            assert b"".join(streamed.iter_raw()).endswith(b"data: [DONE]\n\n")
+        assert process.wait(40) == 0
+
+
+@pytest.mark.parametrize("lost", [None, 1])
+def test_two_ranks_answer_as_one_and_end_together(model: Path, lost: int | None) -> None:
+    port = ranks.free_port()
+    launch = ("torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(ranks.free_port()))
+    words = (*launch, "-m", "onebit", "serve", str(model), "--tp", "2", "--tokens", "64", "--dtype", "fp32")
+    with served(*words, port=port) as process:
+        assert ask(port, prompt="Once").json()["choices"][0]["text"] == expected(model)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        of_rank = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+        pid = next(pid for pid, names in of_rank.items() if f"RANK={lost or 0}".encode() in names)
+        os.kill(pid, signal.SIGTERM if lost is None else signal.SIGKILL)
+        if lost is not None:  # rank 0 sees it by its next message, and ends
+            with _quiet():
+                assert ask(port, prompt="Once").status_code == 503
+        assert process.wait(60) == (0 if lost is None else 1)
+
+
+def test_what_is_refused(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="lets other machines ask"):
+        serve([str(model), "--host", "0.0.0.0"])
+    with pytest.raises(UserError, match="cannot be served"):
+        serve([str(tmp_path)])
+    (tmp_path / "token").write_text("\n")
+    with pytest.raises(UserError, match="is empty"):
+        serve([str(model), "--token-file", str(tmp_path / "token")])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match=r"uvicorn.*onebit\[serve\]"):
+        patch.setitem(sys.modules, "uvicorn", None)
+        serve([str(model)])
+    for wrong in (["--rows", "0"], ["--dtype", "int3"], ["--answer-timeout", "-1"]):
+        with pytest.raises(SystemExit):
+            serve([str(model), *wrong])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status = onebit_command(["serve", str(model), "--port", str(taken.getsockname()[1])])
+    assert status == 1 and "Address already in use" in capfd.readouterr().err
