@@ -134,6 +134,11 @@ def require_fsdp2() -> None:
     require("FSDP2, which is ZeRO stage 3,", at_least=(2, 7))
 
 
+def require_pipelines() -> None:
+    """Raise ImportError unless torch's pipelines leave gradients unscaled, and evaluate. Until 2.9."""
+    require("A model in pipeline stages", at_least=(2, 9))
+
+
 def reshard_by_default() -> bool | None:
     """fully_shard's own choice of reshard_after_forward: True, but for the root. Until 2.8: it was called True."""
     return None if TORCH >= (2, 8) else True

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from .model_parallel import local
 from .moments import MomentOptimizer
 from .usage.contract import Group, TorchOptions
 
@@ -60,7 +61,7 @@ class Lion(MomentOptimizer):
         (beta1, beta2), lr, (ms,) = group["betas"], float(group["lr"]), moments
         moves = torch._foreach_mul(ms, beta1)
         torch._foreach_add_(moves, grads, alpha=1.0 - beta1)
-        torch._foreach_sign_(moves)
+        torch._foreach_sign_([local(move) for move in moves])  # torch 2.6 has none for DTensors
         torch._foreach_mul_(ms, beta2)
         torch._foreach_add_(ms, grads, alpha=1.0 - beta2)
         if group["weight_decay"] != 0.0:

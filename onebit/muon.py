@@ -93,7 +93,9 @@ class Muon(MomentOptimizer):
     ) -> None:
         beta = group["momentum"]
         torch._foreach_lerp_(ms, grads, 1.0 - beta)
-        updates = torch._foreach_lerp(grads, ms, beta) if group["nesterov"] else [m.clone() for m in ms]
+        updates = [x.clone() for x in (grads if group["nesterov"] else ms)]
+        if group["nesterov"]:
+            torch._foreach_lerp_(updates, ms, beta)  # in place: torch 2.6 has no other for DTensors
         orthogonalise_([local(u) for u in updates], held, group["ns_steps"])
         factors = [-float(group["lr"]) * adjustment(p.shape, group["adjust_lr"]) for p in held]
         torch._foreach_mul_(updates, factors)

@@ -27,7 +27,7 @@ TESTS = (
     "pytest-timeout",
     "pytest-xdist",
     "hypothesis",
-    "setuptools",
+    "setuptools>=70.1",
     "check-jsonschema",
     "validate-pyproject",
     "cibuildwheel",

@@ -13,6 +13,7 @@ import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -78,11 +79,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         GUARD.test = ""
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+@contextmanager
+def skips_what_torch_lacks(item: pytest.Item) -> Iterator[None]:
     """What an old torch cannot do is skipped: the error that says so is `comm/torch_versions.py`: `require`'s."""
     try:
-        return (yield)
+        yield
     except BaseException as error:
         lacks = re.search(r"[^:\n]* needs torch (\d+)\.(\d+) or later, this is [^;\s]*", str(error))
         here = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -92,8 +93,14 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         raise
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with skips_what_torch_lacks(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """A test that names no seed has its own, of its name: alone, among others or tomorrow it draws the same.
 
     Neither torch nor `random` starts from a seed, so a failure by bad luck could not be repeated.
@@ -101,6 +108,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     seed = zlib.crc32(item.nodeid.encode())
     torch.manual_seed(seed)
     random.seed(seed)
+    with skips_what_torch_lacks(item):  # also the runs at which a module's tests look
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

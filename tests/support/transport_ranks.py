@@ -276,7 +276,9 @@ def gather_in_vain(ports: list[int]) -> dict[str, dict[str, object]]:
     seen = {}
     together = torch.distributed.TCPStore("127.0.0.1", ports[-1], 3, rank == 0)
     for (name, (odd, environment)), port in zip(wrong.items(), ports[:-1], strict=True):
-        together.barrier(name, 3, datetime.timedelta(seconds=30))
+        if together.add(name, 1) == 3:
+            together.set(f"{name}: all are here", "")
+        together.wait([f"{name}: all are here"], datetime.timedelta(seconds=30))
         os.environ.update(own | {"MASTER_PORT": str(port)} | (environment if rank == odd else {}))
         comes = rank != odd or environment
         started = time.monotonic()

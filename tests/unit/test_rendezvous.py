@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch.distributed
 
-from onebit.comm import PeerError
+from onebit.comm import PeerError, torch_versions
 from onebit.comm.transports import rendezvous
 from onebit.comm.transports.arrivals import Arrival, comes
 from onebit.comm.transports.edge import STORE_S
@@ -216,20 +216,21 @@ def test_ranks_that_all_fail_to_connect_miss_nobody(agent: Agent) -> None:
 @pytest.mark.slow
 def test_a_note_of_the_start_before_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a group that the script has made, in torch's own place in the store: who fails would blame the wrong rank."""
+    torch_versions.require("a store that tells its prefix", at_least=(2, 8))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     agent = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     torch.distributed.init_process_group("gloo", store=agent, rank=0, world_size=1)
     group = torch.distributed.group.WORLD
     assert group is not None
     try:
-        store = group.get_group_store()
+        store = torch_versions.group_store(group)
         store.set("onebit/notes/0", "of the start before")
         waits = threading.Thread(target=store.wait, args=(["released"],))  # and holds the group's own connection
         waits.start()
         began = time.monotonic()
         TorchTransport()
         assert time.monotonic() - began < STORE_S
-        store.clone().set("released", "")
+        torch_versions.own_connection(group).set("released", "")
         waits.join()
         assert not store.check(["onebit/notes/0"])
     finally:

@@ -80,7 +80,8 @@ def stages_of(settings: Pipelining, place: int) -> list[int]:
 
 
 def check(config: Config, model: object) -> None:
-    """Raise ValueError or TypeError if this model cannot run in this configuration's stages. Sends nothing."""
+    """Raise ValueError, TypeError or ImportError if this model cannot run in these stages. Sends nothing."""
+    torch_versions.require_pipelines()
     settings, micro_batches = config.pipeline, config.gradient_accumulation_steps
     ranks, chunks, schedule = settings.ranks, chunks_of(settings), settings.schedule
     if not isinstance(model, PipelineModule):
