@@ -27,6 +27,7 @@ from faults.case import AS_PROMISED, HUNG, REFUSED, SILENT, Case, Outcome, Tools
 from faults.member_runs import Killed, PartialNetwork
 from onebit.comm import PeerError, SimTransport, Transport, Work
 from onebit.membership import Members, Patience, Rendezvous, Roster, begin, end
+from onebit.membership.members import Connect
 
 CHANGES, QUICK_CHANGES, FOUNDERS = 100, 5, 3
 PATIENCE_S = 60.0
@@ -127,7 +128,7 @@ class Hub:
     networks: dict[Roster, PartialNetwork] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def members(self, name: str, fate: Fate) -> RememberingMembers:
+    def members(self, name: str, fate: Fate, digests: dict[int, int]) -> RememberingMembers:
         patience = Patience(
             beat_s=0.03, suspect_s=0.5, silent_s=1.0, busy_s=PATIENCE_S, wait_s=PATIENCE_S, look_s=0.03, away_s=30.0
         )
@@ -144,17 +145,31 @@ class Hub:
             transport.fate = fate
             return transport
 
-        return RememberingMembers(rendezvous, connect)
+        return RememberingMembers(rendezvous, connect, digests)
 
 
 class RememberingMembers(Members):
-    """Knows whether the others have gone on without this member: its last step is then none of the run's."""
+    """Drops this member's last digest as it learns that the others have gone on without it.
 
-    is_void = False
+    It may have taken that step alone: stopped before its last message, it found those of the others as it woke, while
+    they took the step without it. Until it has entered their epoch they take no step with it, so that digests are not
+    compared meanwhile; after its next step would be too late, as theirs may end before its own does.
+
+    Args:
+        digests: `Life.digests` of this member.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, connect: Connect, digests: dict[int, int]):
+        super().__init__(rendezvous, connect)
+        self._digests = digests
 
     def enter_next(self, why: PeerError | None) -> None:
-        super().enter_next(why)
-        self.is_void |= not self.has_state
+        had_state = self.has_state
+        try:
+            super().enter_next(why)
+        finally:
+            if had_state and not self.has_state:
+                self._digests.pop(max(self._digests, default=0), None)
 
 
 def new_store() -> HashStore:
@@ -228,7 +243,7 @@ class Run:
     def _live(self, name: str) -> None:
         life, members = self.everyone[name], None
         try:
-            members = self.hub.members(name, life.fate)
+            members = self.hub.members(name, life.fate, life.digests)
             self._train(members, life, torch.Generator().manual_seed(zlib.crc32(name.encode())))
         except BaseException as error:
             life.error = error
@@ -244,9 +259,6 @@ class Run:
             (model(x) - x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if members.is_void:  # it alone had taken its last step, as it was cut off
-                life.digests.pop(max(life.digests, default=0), None)
-                members.is_void = False
             life.steps, life.size = optimizer.steps_taken(), members.world_size
             is_same = not isinstance(optimizer, onebit.LocalSteps) or optimizer.is_at_anchor()
             if is_same:

@@ -26,7 +26,7 @@ import onebit
 from onebit.checkpoint.new_world import carried
 from onebit.comm import IdentityCodec, PeerError, SimTransport
 from onebit.comm.messages import gather_bytes
-from onebit.dense import DenseAverager, average_gradients
+from onebit.dense import Bucket, DenseAverager, average_gradients
 from onebit.layout.flat import Layout, lay_out
 from onebit.membership import Buffers, Change, Members, MembershipError, begin, end
 from onebit.membership.change import _exchange
@@ -284,6 +284,44 @@ def test_drawn_schedules_of_changes_end_as_promised(kind: str, seed: int, tmp_pa
     """Kills, stops, cuts, joins, two at once, amid a join, amid a change, without the rendezvous."""
     outcomes = list(simulated.changes(kind, Tools(Random(seed), tmp_path), 12))
     assert len(outcomes) == 13 and {its.verdict for its in outcomes} == {AS_PROMISED}, outcomes[-1]
+
+
+@pytest.mark.slow
+def test_a_step_taken_alone_is_not_compared_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member stops before its last message, and finds the others' as it wakes; they have taken the step without it.
+
+    In the step in which it is back, the others are done before it is.
+    """
+    launch, step = Bucket.launch, onebit.AveragedSteps.step
+    run, armed, stopped_after = simulated.Run("AdamW", Random(0)), threading.Event(), list[int]()
+
+    def launch_late(bucket: Bucket, *args: Any, **options: Any) -> None:
+        is_last = any(p.shape == (32, 16) for p in bucket.params)
+        if is_last and armed.is_set() and threading.current_thread().name == "m1":
+            armed.clear()
+            fate = run.lives["m1"].fate
+            fate.kind, fate.seconds, fate.operations = "stop", 2.0, 1
+            stopped_after.append(run.lives["m1"].steps)
+        launch(bucket, *args, **options)
+
+    def step_late(optimizer: onebit.AveragedSteps) -> None:
+        before = optimizer.transport.roster
+        step(optimizer)
+        if stopped_after and optimizer.transport.roster != before and threading.current_thread().name == "m1":
+            time.sleep(0.2)
+
+    monkeypatch.setattr(Bucket, "launch", launch_late)
+    monkeypatch.setattr(onebit.AveragedSteps, "step", step_late)
+    for _ in range(3):
+        run.start()
+    assert run.settled() is None
+    armed.set()
+    while not stopped_after:
+        time.sleep(0.005)
+    assert run.settled() is None
+    (last,), its, others = stopped_after, run.lives["m1"].digests, run.lives["m0"].digests
+    assert last in its and last + 1 not in its and {last, last + 1} <= others.keys()
+    assert run.finish() is None
 
 
 def test_members_that_are_too_few_wait_for_others(caplog: pytest.LogCaptureFixture) -> None:
