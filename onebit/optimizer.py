@@ -697,6 +697,9 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
                     self._change_is_due = False
                     found = change(self, members, why)
                     if found.took_step:
+                        # The state that was taken over counts this step, and step() counts it again: this member
+                        # would compare replicas one step before the others.
+                        self.replica_check.counted -= 1
                         return None
                     if found.is_back:  # gradients of parameters that the run has left behind count as none
                         self.zero_grad()

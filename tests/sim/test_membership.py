@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,6 +24,7 @@ from test_onebit_adam import SIZES, gradient, split, start
 from torch import Tensor, nn
 
 import onebit
+from onebit.agreement import replicas
 from onebit.checkpoint.new_world import carried
 from onebit.comm import IdentityCodec, PeerError, SimTransport
 from onebit.comm.messages import gather_bytes
@@ -222,27 +224,44 @@ def test_a_member_may_be_lost_while_replicas_are_compared(
     assert "check_replicas() was given up, as a member is lost" in caplog.text
 
 
-@pytest.mark.slow
-def test_a_step_that_others_have_taken_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the fuses at which a step's last message reaches one survivor alone. The schedule moves on by one as well."""
-    changes: list[Change] = []
-    monkeypatch.setattr("onebit.membership.change._report", lambda members, found, *_: changes.append(found))
+def steps_compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """By member: after which steps it compares its replica with the others'. Filled by the run."""
+    compared, compare = defaultdict[str, list[int]](list), replicas.check_replicas
 
-    make = partial(adam, freeze_step=3, overlap=False, bucket_cap_mb=25.0)
+    def noted(transport: Members, tensors: object, names: object, step: int) -> None:
+        compared[transport.rendezvous.name].append(step)
+        compare(transport, tensors, names, step)
+
+    monkeypatch.setattr(replicas, "check_replicas", noted)
+    return compared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [partial(adam, freeze_step=3, overlap=False, bucket_cap_mb=25.0)])
+def test_a_step_that_others_have_taken_is_taken_over(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the fuses at which a step's last message reaches one survivor alone. The schedule moves on by one as well.
+
+    Replicas are compared after every third step, by all members after the same ones.
+    """
+    changes: list[Change] = []
+    compared = steps_compared(monkeypatch)
+    monkeypatch.setattr("onebit.membership.change._report", lambda members, found, *_: changes.append(found))
 
     def work(members: Members) -> Tensor:
         calls: list[object] = []
-        model, _ = trained(members, 12, make, calls.append, decay=0.9)
+        model, _ = trained(members, 12, partial(make, check_replicas_every=3), calls.append, decay=0.9)
         assert len(calls) == 12  # a step counts once, whoever took it
         return parameters_of(model)
 
     for _ in range(10):  # a survivor that hears of the loss before it reads the message has not taken the step
         for fuse in range(30, 48):
+            compared.clear()
             first, second = founded(Hub(3), work, [INF, fuse + 0.5, INF]).join().results.values()
             assert torch.equal(first, second)
-        if any(found.took_step for found in changes):
+            assert all(step % 3 == 0 for steps in compared.values() for step in steps), compared
+        if sum(found.took_step for found in changes) >= 3:
             return
-    pytest.fail("no survivor had taken a step that the other had not")
+    pytest.fail("hardly a survivor had taken a step that the other had not")
 
 
 def test_a_newcomer_gets_the_state_and_counts_from_the_next_epoch() -> None:
