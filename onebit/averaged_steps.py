@@ -8,6 +8,7 @@ One step, top to bottom:
              send copies of the gradients in float32, and wait for all of them
              write the means into the gradients, clip them, and take the inner optimizer's step; if the mean is not
              finite, all ranks skip
+             every `check_replicas_every` steps, compare parameters and state
 
 Nothing is written before all means have arrived, so a step that a lost member has cut off is taken again from the
 gradients that are still there. Elsewhere `dense.DenseAverager` sends during the backward pass.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .agreement import replicas
+from .agreement.replicas import ReplicaCheck
 from .agreement.skips import MOST_SKIPS, SkipLimit
 from .agreement.step_vote import Header, StepVote, cast_votes, present_anywhere
 from .comm import PeerError, Transport
@@ -47,6 +49,7 @@ class AveragedSteps(Wrapped):
         transport: The `onebit.membership.Members` of the run.
         max_grad_norm: Norm to which mean gradients are clipped. Default 0: off.
         bucket_cap_mb: Largest bucket, in MiB. Default None: 25.
+        check_replicas_every: Steps, taken or skipped, between comparisons of the replicas' bits; 0: never. Default 100.
         max_consecutive_skips: Skipped steps in a row that are an error. Default `MOST_SKIPS`.
 
     Attributes:
@@ -54,7 +57,7 @@ class AveragedSteps(Wrapped):
 
     Raises:
         TypeError: inner is no torch optimizer, or exchanges gradients itself; transport is not a `Members`.
-        ValueError: max_grad_norm is negative.
+        ValueError: max_grad_norm or check_replicas_every is negative.
     """
 
     _step_supports_amp_scaling = True
@@ -66,6 +69,7 @@ class AveragedSteps(Wrapped):
         transport: Members,
         max_grad_norm: float = 0.0,
         bucket_cap_mb: float | None = None,
+        check_replicas_every: int = 100,
         max_consecutive_skips: int = MOST_SKIPS,
     ):
         if not isinstance(transport, Members):
@@ -79,12 +83,17 @@ class AveragedSteps(Wrapped):
                 f"{type(inner).__name__}"
             )
         check_is_number("AveragedSteps", "max_grad_norm", max_grad_norm)
-        if max_grad_norm < 0:
-            raise ValueError(f"max_grad_norm must be at least 0 (0: off), got {max_grad_norm}")
+        check_is_number("AveragedSteps", "check_replicas_every", check_replicas_every)
+        if not (max_grad_norm >= 0 and check_replicas_every >= 0):
+            raise ValueError(
+                "max_grad_norm and check_replicas_every must be at least 0 (0: off), got "
+                f"{max_grad_norm}, {check_replicas_every}"
+            )
         super().__init__(inner)
         self.transport: Transport = transport
         self._members, self.stats = transport, Stats(phase="dense")
         self._max_norm, self._cap_mb = max_grad_norm, bucket_cap_mb
+        self._replica_check = ReplicaCheck(check_replicas_every)
         self._skips, self._traffic, self._waited = SkipLimit(max_consecutive_skips), Traffic(transport), WaitClock()
         self._steps = 0
         self._lost: PeerError | None = None  # a lost member, until the next step can continue without it
@@ -118,6 +127,7 @@ class AveragedSteps(Wrapped):
         Raises:
             DesyncError: The ranks are not in the same step with the same options.
             MembershipError: The run has ended, or the rendezvous is away for too long.
+            ReplicaError: The replicas were compared, and differ. On all ranks.
             RuntimeError: `onebit.membership.begin` was not called.
             SkippedStepsError: Too many steps in a row were skipped.
         """
@@ -141,6 +151,8 @@ class AveragedSteps(Wrapped):
                 self._lost = error
                 continue
             self._take_inner_step()
+            if self._replica_check.is_due(are_synchronised=True):
+                self.check_replicas()
             break
         self.stats.sent_bytes, self.stats.sent_bytes_inter_node = self._traffic.take()
         self.stats.comm_ms = 1e3 * self._waited.total_s
@@ -213,7 +225,8 @@ class AveragedSteps(Wrapped):
     def option_lines(self) -> list[str]:
         """The options that must be the same on all ranks, as text."""
         own = f"option max_grad_norm = {self._max_norm}, bucket_cap_mb = {self._cap_mb}, inner = {type(self.inner)}"
-        return [f"version of onebit = {VERSION}", own, f"groups: {len(self.param_groups)}"]
+        every = f"option check_replicas_every = {self._replica_check.every}"
+        return [f"version of onebit = {VERSION}", own, every, f"groups: {len(self.param_groups)}"]
 
     def leave_world(self) -> State:
         """See `membership.change.Changing`: no rank has anything of its own."""
@@ -226,6 +239,7 @@ class AveragedSteps(Wrapped):
 
     def enter_world(self, state: State) -> None:
         """See `membership.change.Changing`."""
+        self._replica_check.restart(self._steps)  # as newcomers, so that all compare after the same steps
 
     @torch.no_grad()
     def take_over(self, theirs: State, own: State | None) -> None:
@@ -236,6 +250,7 @@ class AveragedSteps(Wrapped):
         for p, x in zip(params, theirs["parameters"], strict=True):
             p.copy_(x)
         self._steps = theirs["steps"]
+        self._replica_check.restart(self._steps)
 
     def _options(self) -> object:
         return self.inner.state_dict()["param_groups"]
@@ -255,3 +270,4 @@ class AveragedSteps(Wrapped):
         rest = dict(state_dict)
         self._steps = int(rest.pop("onebit", {"steps": 0})["steps"])
         self.inner.load_state_dict(rest)
+        self._replica_check.restart(self._steps)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import onebit
 from onebit.agreement import replicas
+from onebit.agreement.replicas import ReplicaError
 from onebit.checkpoint.new_world import carried
 from onebit.comm import IdentityCodec, PeerError, SimTransport
 from onebit.comm.messages import gather_bytes
@@ -61,9 +62,9 @@ def adam(model: nn.Module, members: Members, **options: Any) -> onebit.OnebitAda
     return onebit.OnebitAdam(model.parameters(), transport=members, **{**common, **options})
 
 
-def averaged(model: nn.Module, members: Members) -> onebit.AveragedSteps:
+def averaged(model: nn.Module, members: Members, **options: Any) -> onebit.AveragedSteps:
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return onebit.AveragedSteps(inner, transport=members, bucket_cap_mb=0.001, max_grad_norm=1.0)
+    return onebit.AveragedSteps(inner, transport=members, bucket_cap_mb=0.001, max_grad_norm=1.0, **options)
 
 
 def measured(make: type) -> Make:
@@ -237,7 +238,7 @@ def steps_compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [partial(adam, freeze_step=3, overlap=False, bucket_cap_mb=25.0)])
+@pytest.mark.parametrize("make", [partial(adam, freeze_step=3, overlap=False, bucket_cap_mb=25.0), averaged])
 def test_a_step_that_others_have_taken_is_taken_over(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the fuses at which a step's last message reaches one survivor alone. The schedule moves on by one as well.
 
@@ -830,12 +831,82 @@ def test_a_newcomer_with_another_model_is_refused_and_the_others_go_on() -> None
     assert isinstance(run.errors["n"], ValueError) and "entry 0 is parameter 0" in str(run.errors["n"])
 
 
+@pytest.mark.parametrize("make", [adam, averaged])
+def test_members_compare_replicas_after_the_same_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every three steps, taken or skipped; from a change on they count anew, as a newcomer has seen none skipped."""
+    hub, compared, joined_after = Hub(3), steps_compared(monkeypatch), list[int]()
+
+    def work(members: Members) -> Tensor:
+        skips = members.rendezvous.name == "c"
+
+        def before_step(optimizer: Any) -> None:
+            step = optimizer.steps_taken()
+            if step == 8:
+                await_newcomers(members, hub, 1)
+            if members.rendezvous.name == "n" and not joined_after:
+                joined_after.append(step)
+            if members.rendezvous.name == "b" and step == 14:
+                raise Killed
+
+        model = net()
+        optimizer = make(model, members, check_replicas_every=3)
+        begin(optimizer)
+        while optimizer.steps_taken() < 22:
+            before_step(optimizer)
+            model(torch.ones(2, 12)).square().mean().backward()
+            if skips and optimizer.steps_taken() == 4:
+                skips, model[0].weight.grad[0, 0] = False, float("inf")
+            optimizer.step()
+            optimizer.zero_grad()
+        end(optimizer)
+        return parameters_of(model)
+
+    run = founded(hub, work, [INF, INF, INF])
+    run.joined_by("n")
+    first, *others = run.results.values()
+    assert len(others) == 2 and all(torch.equal(first, other) for other in others)
+    assert compared["a"] == compared["c"] and compared["a"][:2] == [3, 5]  # one of the first six was skipped
+    (start,) = joined_after
+    assert compared["n"] == [step for step in compared["a"] if step > start] != []
+    assert set(compared["b"]) <= set(compared["a"]) and all(step % 3 == 0 for step in compared["n"])
+
+
+@pytest.mark.parametrize("make", [adam, averaged])
+def test_replicas_that_differ_are_found_without_a_call(make: Make) -> None:
+    def work(members: Members) -> None:
+        def before_step(optimizer: Any) -> None:
+            if members.rendezvous.name == "b" and optimizer.steps_taken() == 4:
+                with torch.no_grad():
+                    optimizer.param_groups[0]["params"][0][0, 0] += 1.0
+            assert optimizer.steps_taken() < 6
+
+        trained(members, 8, partial(make, check_replicas_every=3), before_step)
+
+    run = founded(Hub(2), work, [INF, INF])
+    run.wait()
+    assert set(run.errors) == {"a", "b"} and all(isinstance(error, ReplicaError) for error in run.errors.values())
+
+
+def test_how_often_replicas_are_compared_is_the_same_on_all_members() -> None:
+    """Else one would wait for a comparison that the other does not make."""
+
+    def work(members: Members) -> None:
+        begin(averaged(net(), members, check_replicas_every=3 if members.rendezvous.name == "a" else 4))
+
+    run = founded(Hub(2), work, [INF, INF])
+    run.wait()
+    assert set(run.errors) == {"a", "b"} and all("check_replicas_every" in str(e) for e in run.errors.values())
+    with pytest.raises(ValueError, match="check_replicas_every must be at least 0"):
+        averaged(net(), Hub(1).members("n", [INF]), check_replicas_every=-1)
+
+
 @pytest.mark.slow
-def test_a_loss_within_a_vote_on_replicas_is_survived() -> None:
+@pytest.mark.parametrize("make", [adam, averaged])
+def test_a_loss_within_a_vote_on_replicas_is_survived(make: Make) -> None:
     """It comes after the step was written: the members meet before the next one, and no step is taken twice."""
     for fuse in range(60, 76):
         run = founded(
-            Hub(3), lambda members: train(members, 12, make=partial(adam, check_replicas_every=1)), [INF, fuse, INF]
+            Hub(3), lambda members: train(members, 12, make=partial(make, check_replicas_every=1)), [INF, fuse, INF]
         ).join()
         (steps, first), (others, second) = run.results.values()
         assert steps == others == 12 and torch.equal(first, second)
