@@ -285,11 +285,13 @@ class Rendezvous:
 
     def _next(self, before: Roster | None, missed: Sequence[str], deadline: float) -> Roster:
         epoch = 1 if before is None else before.epoch + 1
-        key = f"{here(epoch)}/{self._store.add(here(epoch), 1)}"
-        self._write(key, {"name": self.name, "missed": list(missed)})
         began, silences = time.monotonic(), _Silences(self._store)
         while (roster := self._read_roster(epoch)) is None:
             now, (arrived, suspects) = time.monotonic(), self._arrived(epoch)
+            if self.name not in arrived:  # at first, and again once the store has come back empty
+                key = f"{here(epoch)}/{self._store.add(here(epoch), 1)}"
+                self._write(key, {"name": self.name, "missed": list(missed)})
+                continue
             if len(arrived) >= self.founders if before is None else self.name in before.names:
                 absent = [] if before is None else [name for name in before.names if name not in arrived]
                 limits = [self.patience.suspect_s if name in suspects else self.patience.silent_s for name in absent]

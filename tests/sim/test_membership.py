@@ -22,6 +22,7 @@ from faults.case import AS_PROMISED, Tools
 from faults.member_runs import Hub, Killed, founded
 from test_onebit_adam import SIZES, gradient, split, start
 from torch import Tensor, nn
+from torch.distributed import HashStore
 
 import onebit
 from onebit.agreement import replicas
@@ -965,6 +966,26 @@ def test_nobody_waits_for_a_member_that_has_given_the_epoch_up() -> None:
             b.confirm(roster, "ready")
         assert b.meet(roster) == next_of_a.result(10) and set(next_of_a.result().names) == {"a", "b"}
     a.leave(), b.leave()
+
+
+def test_a_member_that_waits_comes_again_if_the_rendezvous_comes_back_empty() -> None:
+    """What it had written is gone, and it lives: the others would wait for it until `busy_s`."""
+    hub = Hub(2)
+    a, b = (hub.members(name, [INF]).rendezvous for name in "ab")
+    with ThreadPoolExecutor() as pool:
+        roster, _ = pool.map(lambda one: one.meet(None), (a, b))
+        next_of_a = pool.submit(a.meet, roster)
+        while hub.store.add("here/2", 0) == 0:
+            time.sleep(0.01)
+        hub.store = HashStore()
+        for one in (a, b):
+            one._store._store = one._beats._store = hub.store
+        next_of_b = pool.submit(b.meet, roster)
+        try:
+            assert next_of_a.result(10) == next_of_b.result(10) and set(next_of_a.result().names) == {"a", "b"}
+        finally:
+            hub.store.set("ended", "yes")
+            a.leave(), b.leave()
 
 
 def test_a_name_is_taken_once() -> None:
