@@ -676,7 +676,10 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _why_members_stay(self) -> str:
         if self.delay:
-            return "with delay=1 a step is under way between two; use delay=0"
+            return (
+                "with delay=1 a step is under way between two, and its gradients are gone: if a member were lost, the "
+                "others could not take it again; use delay=0"
+            )
         if self.model_parallel_group.whole.world_size > 1:
             return "a member is one rank, and this model is divided among several"
         return self.rule.why_members_stay()

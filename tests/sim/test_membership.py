@@ -19,7 +19,7 @@ import pytest
 import torch
 from faults import simulated
 from faults.case import AS_PROMISED, Tools
-from faults.member_runs import Hub, Killed, founded
+from faults.member_runs import Hub, Killed, MortalTransport, founded
 from test_onebit_adam import SIZES, gradient, split, start
 from torch import Tensor, nn
 from torch.distributed import HashStore
@@ -35,6 +35,7 @@ from onebit.layout.flat import Layout, lay_out
 from onebit.membership import Buffers, Change, Members, MembershipError, begin, end
 from onebit.membership.change import _exchange
 from onebit.membership.members import Standing
+from onebit.membership.rendezvous import Roster
 from onebit.reference.onebit_adam import OnebitAdam as OnebitAdamOracle
 from onebit.step import link_probe
 from onebit.step.link_probe import LinkProbe
@@ -363,6 +364,71 @@ def test_members_that_are_too_few_wait_for_others(caplog: pytest.LogCaptureFixtu
     first, *others = run.results.values()
     assert len(others) == 2 and all(torch.equal(first, other) for other in others) and sizes == [3, 3, 3]
     assert "2 of min_members=3 members are here" in caplog.text
+
+
+def test_a_group_that_does_not_reach_the_rendezvous_ends() -> None:
+    """It forms no epoch, and trains no further; the group that reaches it goes on, whichever is larger."""
+
+    def refused() -> HashStore:
+        raise RuntimeError("connection refused")
+
+    def work(members: Members) -> tuple[int, Tensor]:
+        is_cut_off = members.rendezvous.name in "bc"
+
+        def before_step(optimizer: Any) -> None:
+            taken[members.rendezvous.name] = optimizer.steps_taken()
+            if is_cut_off and optimizer.steps_taken() == 8:
+                for store in (members.rendezvous._store, members.rendezvous._beats):
+                    store._connect, store._store = refused, None
+                members.rendezvous._store._away_s = 1.0
+                members._now.network.leave(members.rank)
+
+        model, optimizer = trained(members, 16, before_step=before_step)
+        end(optimizer)
+        return optimizer.steps_taken(), parameters_of(model)
+
+    taken = dict[str, int]()
+    run = founded(Hub(3), work, [INF, INF, INF])
+    run.wait()
+    assert set(run.results) == {"a"} and run.results["a"][0] == 16
+    errors = [run.errors[name] for name in "bc"]
+    assert all(isinstance(error, MembershipError) and "does not answer" in str(error) for error in errors)
+    assert taken["b"] == taken["c"] == 8
+
+
+def test_groups_that_reach_the_rendezvous_but_not_each_other_stand_still() -> None:
+    """Epochs begin and do not connect; none trains alone. Once the network is repaired, the same members go on."""
+    hub, are_apart, steps = Hub(4, timeout_s=2.0), threading.Event(), dict[str, list[int]]()
+
+    def work(members: Members) -> tuple[int, Tensor]:
+        name, connect = members.rendezvous.name, members._connect
+
+        def connect_if_whole(roster: Roster, rank: int) -> MortalTransport:
+            members.rendezvous.confirm(roster, "present")
+            if are_apart.is_set():
+                raise PeerError(f"{name}: epoch {roster.epoch} does not connect")
+            return connect(roster, rank)
+
+        def before_step(optimizer: Any) -> None:
+            steps.setdefault(name, []).append(optimizer.steps_taken())
+            if name == "b" and optimizer.steps_taken() == 8 and not are_apart.is_set() and max(hub.networks) == 1:
+                are_apart.set()
+                members._now.network.leave(members.rank)
+
+        members._connect = connect_if_whole
+        model, optimizer = trained(members, 16, before_step=before_step)
+        end(optimizer)
+        return members.world_size, parameters_of(model)
+
+    run = founded(hub, work, [INF] * 4)
+    assert are_apart.wait(30)
+    while hub.store.add("here/5", 0) == 0:
+        time.sleep(0.01)
+    assert max(hub.networks) == 1 and {its[-1] for its in steps.values()} <= {7, 8, 9}
+    are_apart.clear()
+    run.join()
+    (size, first), *others = run.results.values()
+    assert len(others) == 3 and size == 4 and all(torch.equal(first, params) for _, params in others)
 
 
 @pytest.mark.slow
@@ -749,7 +815,7 @@ def test_a_run_that_nobody_carries_on_is_told_apart_from_a_start() -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda p, t: onebit.OnebitAdam(p, lr=1e-2, transport=t, delay=1), "use delay=0"),
+        (lambda p, t: onebit.OnebitAdam(p, lr=1e-2, transport=t, delay=1), "gradients are gone.*use delay=0"),
         (
             lambda p, t: onebit.ZeroOneAdam(p, lr=1e-2, transport=t, compression="always", local_step_clipper=4),
             "local_step_clipper=1",
