@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onebit.comm import SimTransport
+from onebit.reference.sharded import ShardedAdam
 from onebit.zero import ShardedOnebitAdam
 from onebit.zero.sharded.bucket import ParamSlice, ShardedBucket
 from onebit.zero.sharded.optimizer import ShardedOnebitOptimizer
@@ -79,6 +80,23 @@ def pieces_in_order(
         for piece in bucket.pieces:
             first = starts[params.index(id(bucket.params[piece.k]))]
             yield bucket, piece, slice(first + piece.start, first + piece.stop)
+
+
+def assert_state_is(
+    oracle: ShardedAdam, optimizers: Sequence[ShardedOnebitOptimizer], owned_atol: float | None = 1e-6
+) -> None:
+    """Masters, or residuals without masters, and variances are the textbook's, within float32.
+
+    owned_atol: None if the first are not compared.
+    """
+    owned = oracle.master if oracle.has_masters else oracle.error
+    for optimizer in optimizers:
+        for bucket, piece, there in pieces_in_order(optimizer):
+            here = slice(piece.at, piece.at + piece.stop - piece.start)
+            if owned_atol is not None:
+                np.testing.assert_allclose(bucket.owned[here].numpy(), owned[there], rtol=1e-5, atol=owned_atol)
+            scale = np.abs(oracle.v[there]).max()
+            np.testing.assert_allclose(bucket.variance[here].numpy(), oracle.v[there], atol=1e-5 * scale)
 
 
 def values(params: Sequence[Tensor]) -> Tensor:

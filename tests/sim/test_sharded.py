@@ -11,12 +11,11 @@ from sharded_ranks import (
     OPTIONS,
     SIZES,
     WARMUP,
+    assert_state_is,
     gradient,
     initial,
     new,
     owners,
-    pieces_in_order,
-    state_of,
     take_steps,
     values,
 )
@@ -84,15 +83,8 @@ def test_equals_the_textbook_loop(form: str, world_size: int) -> None:
     assert np.sum(off > 1e-6) <= (0 if "sign" in form else 3) and off.max() < 2e-3
     assert np.abs(xs[0].double().numpy() - values(initial()).double().numpy()).mean() > 1e-2  # they have moved
     assert optimizers[0].stats.clip_factor == pytest.approx(oracle.factor, rel=1e-6)
-    for optimizer in optimizers:
-        for bucket, piece, there in pieces_in_order(optimizer):
-            here = slice(piece.at, piece.at + piece.stop - piece.start)
-            owned = oracle.master if oracle.has_masters else oracle.error
-            tolerance = {"rtol": 1e-5, "atol": 1e-6 if oracle.has_masters else 1e-3}
-            if oracle.has_masters or "sign" in form:
-                np.testing.assert_allclose(bucket.owned[here].numpy(), owned[there], **tolerance)
-            scale = np.abs(oracle.v[there]).max()
-            np.testing.assert_allclose(bucket.variance[here].numpy(), oracle.v[there], atol=1e-5 * scale)
+    compares = oracle.has_masters or "sign" in form
+    assert_state_is(oracle, optimizers, (1e-6 if oracle.has_masters else 1e-3) if compares else None)
 
 
 @pytest.mark.parametrize("differences", ["int4", "sign"])
@@ -114,45 +106,6 @@ def test_in_bfloat16_it_follows_the_textbook_loop(differences: str) -> None:
         assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(mine, params[0], strict=True))
     off = values(params[0]).double().numpy() - oracle.x
     assert np.mean(off == 0) > 0.5 and np.linalg.norm(off) < 0.05 * np.linalg.norm(oracle.x - x0)
-
-
-def test_stage_2_is_stage_1_to_the_bit_and_frees_gradients_in_backward() -> None:
-    """A small model with real backward passes; the votes differ in form alone."""
-
-    def work(transport: SimTransport, stage: int) -> tuple[Tensor, list[Tensor]]:
-        generator = torch.Generator().manual_seed(5)
-        layers = [torch.nn.Linear(24, 40), torch.nn.Linear(40, 40), torch.nn.Linear(40, 3)]
-        for p in (p for layer in layers for p in layer.parameters()):
-            p.data.copy_(torch.randn(p.shape, generator=generator) * 0.1)
-        model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Tanh(), layers[2])
-        optimizer = ShardedOnebitAdam(
-            model.parameters(), transport=transport, stage=stage, bucket_cap_mb=1024 * 4 / 2**20, **OPTIONS
-        )
-        assert len(optimizer.buckets) > 2
-        for step in range(8):
-            data = torch.Generator().manual_seed(100 * step + transport.rank)
-            for part in range(2):
-                loss = model(torch.randn(4, 24, generator=data)).square().mean()
-                if part == 0:
-                    with optimizer.no_sync():
-                        loss.backward()
-                else:
-                    loss.backward()
-            left = [p.grad is not None for p in model.parameters()]
-            if stage == 2:  # the last bucket's vote is still under way
-                assert left[:2] == [True, True] and not any(left[2:])
-                for too_late in (optimizer.zero_grad, optimizer.state_dict, optimizer.adopt_parameters):
-                    with pytest.raises(RuntimeError, match="call step"):
-                        too_late()
-            optimizer.step()
-            assert stage == 1 or all(p.grad is None for p in model.parameters())
-            optimizer.zero_grad()
-        return values(list(model.parameters())), state_of(optimizer)
-
-    whole = run_ranks(3, lambda transport: work(transport, 1))
-    freed = run_ranks(3, lambda transport: work(transport, 2))
-    for (x, state), (y, other) in zip(whole, freed, strict=True):
-        assert torch.equal(x, y) and all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
 
 
 @pytest.mark.parametrize(("kind", "came_down"), [(ShardedOnebitAdam, 2), (ShardedOnebitLamb, 1)])
@@ -226,16 +179,18 @@ def test_at_stage_2_only_the_bucket_with_the_bad_gradient_is_skipped() -> None:
     assert run_ranks(2, work) == [[1, 1, 1, 0]] * 2
 
 
-@pytest.mark.parametrize("form", ["int4 differences", "sign updates", "stage 2"])
-def test_a_parameter_that_nobody_has_a_gradient_for_is_left_alone(form: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [(ShardedOnebitAdam, form) for form in ("int4 differences", "sign updates", "stage 2")]
+    + [(ShardedOnebitLamb, "int4 differences")],
+)
+def test_a_parameter_that_nobody_has_a_gradient_for_is_left_alone(
+    kind: type[ShardedOnebitOptimizer], form: str
+) -> None:
     """With its state and its count; its first gradient, however late, is a first step of Adam's size."""
 
     def work(transport: SimTransport) -> float:
-        params, optimizer = new(transport, weight_decay=0.1, **FORMS[form])
-
-        def absent(step: int, grads: list[Tensor]) -> None:
-            params[1].grad = None
-
+        params, optimizer = new(transport, kind=kind, weight_decay=0.1, **FORMS[form])
         for step in range(5):
             for p, g in zip(params, gradient(step, transport.rank), strict=True):
                 p.grad = None if p is params[1] or (p is params[2] and transport.rank > 0) else g
@@ -251,7 +206,8 @@ def test_a_parameter_that_nobody_has_a_gradient_for_is_left_alone(form: str) -> 
         return float((before - params[1].detach()).abs().max())
 
     moved = run_ranks(2, work)
-    assert moved[0] == moved[1] == pytest.approx(OPTIONS["lr"], rel=0.02)
+    assert moved[0] == moved[1] > 0.0
+    assert kind is ShardedOnebitLamb or moved[0] == pytest.approx(OPTIONS["lr"], rel=0.02)
 
 
 def test_steps_without_a_gradient_are_no_steps_of_the_warm_up() -> None:
@@ -451,36 +407,9 @@ def test_agreement_is_no_offset() -> None:
     assert stats.health > 0.7 and stats.agreement > 0.8 and abs(stats.offset) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"stage": 3}, "stage must be"),
-        ({"warmup_steps": -1}, "warmup_steps must be at least 0"),
-        ({"stage": 2, "max_grad_norm": 1.0}, "stage=1"),
-        ({"differences": "int8"}, 'differences must be "int4" or "sign"'),
-        ({"stage": 0, "updates": "x"}, "updates must be"),
-        ({"eps": -1.0}, "eps"),
-        ({"momentum_dtype": torch.float16}, "momentum_dtype"),
-        ({"bucket_cap_mb": 0}, "bucket_cap_mb"),
-        ({"block": 100}, "multiple of 64"),
-    ],
-)
-def test_bad_options_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ShardedOnebitAdam(initial(), transport=SimTransport(), **options)
-
-
 def test_parameters_that_are_no_floats_of_a_kind_are_refused() -> None:
     with pytest.raises(TypeError, match="float64"):
         ShardedOnebitAdam([torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))], transport=SimTransport())
-
-
-def test_options_that_differ_between_ranks_are_refused() -> None:
-    def work(transport: SimTransport) -> None:
-        with pytest.raises(ValueError, match="Int4Codec"):
-            ShardedOnebitAdam(initial(), transport=transport, differences=("int4", "sign")[transport.rank])
-
-    run_ranks(2, work)
 
 
 def test_parameters_edited_between_steps_are_noticed_and_can_be_adopted(caplog: pytest.LogCaptureFixture) -> None:

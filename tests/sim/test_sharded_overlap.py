@@ -206,11 +206,3 @@ def test_a_momentums_weight_that_changes_behind_backward_counts_as_it_is() -> No
 
     plain, early = (run_ranks(2, lambda transport, on=on: work(transport, on)) for on in (False, True))
     assert same(plain, early)
-
-
-def test_ranks_that_do_not_all_overlap_are_refused() -> None:
-    def work(transport: SimTransport) -> None:
-        with pytest.raises(ValueError, match="option overlap"):
-            new(transport, overlap=transport.rank == 0)
-
-    run_ranks(2, work)

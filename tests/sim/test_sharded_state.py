@@ -7,20 +7,31 @@ import io
 
 import pytest
 import torch
+from family import same
 from sharded_ranks import OPTIONS, WARMUP, initial, new, state_of, take_steps, values
 from torch import Tensor
 
 from onebit.comm import Log4Codec, SimTransport, run_ranks
-from onebit.zero import ShardedOnebitAdam
+from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
+from onebit.zero.sharded.optimizer import ShardedOnebitOptimizer
 
 SIZES = (1000, 7, 2000, 256)
 FORMS = {
-    "int4 differences": {},
-    "clipped": {"max_grad_norm": 100.0},
-    "sign updates": {"stage": 0},
-    "four-bit warm-up": {"warmup_codec": Log4Codec()},
-    "stage 2, float32": {"stage": 2, "momentum_dtype": torch.float32, "bucket_cap_mb": 1100 * 4 / 2**20},
+    "int4 differences": (ShardedOnebitAdam, {}),
+    "clipped": (ShardedOnebitAdam, {"max_grad_norm": 100.0}),
+    "sign updates": (ShardedOnebitAdam, {"stage": 0}),
+    "four-bit warm-up": (ShardedOnebitAdam, {"warmup_codec": Log4Codec()}),
+    "stage 2, float32": (
+        ShardedOnebitAdam,
+        {"stage": 2, "momentum_dtype": torch.float32, "bucket_cap_mb": 1100 * 4 / 2**20},
+    ),
+    "lamb, clipped": (ShardedOnebitLamb, {"weight_decay": 0.1, "max_grad_norm": 100.0}),
+    "zero-one, clipped": (
+        ShardedZeroOneAdam,  # with these warm-ups synchronises in steps 0, 1, 3, 7, 11
+        {"local_step_scaler": 2, "local_step_clipper": 4, "max_grad_norm": 100.0},
+    ),
 }
+ADAM = [form for form, (kind, _) in FORMS.items() if kind is ShardedOnebitAdam]
 
 
 def saved(states: object) -> object:
@@ -31,50 +42,51 @@ def saved(states: object) -> object:
     return torch.load(file, weights_only=True)
 
 
-def run_until(transport: SimTransport, steps: int, **options: object) -> tuple[list, ShardedOnebitAdam]:
-    params, optimizer = new(transport, torch.bfloat16, SIZES, **options)
+def run_until(
+    transport: SimTransport, steps: int, form: str = "int4 differences", **more: object
+) -> tuple[list, ShardedOnebitOptimizer]:
+    kind, options = FORMS[form]
+    params, optimizer = new(transport, torch.bfloat16, SIZES, kind, **options | more)
     take_steps(params, optimizer, range(steps))
     return params, optimizer
 
 
-def resumed(transport: SimTransport, params: list[Tensor], states: list[dict], **options: object):
+def resumed(transport: SimTransport, params: list[Tensor], states: list[dict], form: str, **more: object) -> tuple:
     """A new optimizer on the saved replicas, with what these states say."""
+    kind, options = FORMS[form]
     mine = [torch.nn.Parameter(p.clone()) for p in params]
-    optimizer = ShardedOnebitAdam(mine, transport=transport, **OPTIONS | options)
+    optimizer = kind(mine, transport=transport, **OPTIONS | options | more)
     optimizer.load_state_dicts(states)
     return mine, optimizer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [0, 1, 7])
+@pytest.mark.parametrize("stop", [0, 1, 5, 8])
 @pytest.mark.parametrize("form", FORMS)
 def test_resume_equals_no_interruption(form: str, stop: int) -> None:
-    def save(transport: SimTransport) -> tuple[object, dict, Tensor, list[Tensor]]:
-        params, optimizer = run_until(transport, stop, **FORMS[form])
+    """Within a cycle of 0/1 Adam as well: steps 5 and 8 are in the middle of two."""
+
+    def save(transport: SimTransport) -> tuple[object, Tensor, list[Tensor]]:
+        params, optimizer = run_until(transport, stop, form, warmup_steps=2)
         kept = saved([[p.detach() for p in params], optimizer.state_dict()])
-        take_steps(params, optimizer, range(stop, 10))
+        take_steps(params, optimizer, range(stop, 12))
         return kept, values(params), state_of(optimizer)
 
     before = run_ranks(3, save)
     states = [kept[1] for kept, *_ in before]
 
-    def load(transport: SimTransport) -> tuple[Tensor, ShardedOnebitAdam]:
-        params, optimizer = resumed(transport, before[transport.rank][0][0], states, **FORMS[form])
-        take_steps(params, optimizer, range(stop, 10))
+    def load(transport: SimTransport) -> tuple[Tensor, ShardedOnebitOptimizer]:
+        params, optimizer = resumed(transport, before[transport.rank][0][0], states, form, warmup_steps=2)
+        take_steps(params, optimizer, range(stop, 12))
         return values(params), optimizer
 
-    for (_, x, _), (y, optimizer), end in zip(before, run_ranks(3, load), before, strict=True):
+    for (_, x, kept), (y, optimizer) in zip(before, run_ranks(3, load), strict=True):
         assert torch.equal(x, y)
-        for bucket, other in zip(optimizer.buckets, _by_bucket(end[2]), strict=True):
-            momentum, variance, owned, steps = other
+        by_bucket = (kept[k : k + 4] for k in range(0, len(kept), 4))
+        for bucket, (momentum, variance, owned, steps) in zip(optimizer.buckets, by_bucket, strict=True):
             assert torch.equal(bucket.variance, variance) and torch.equal(bucket.owned, owned)
             assert torch.equal(torch.stack(bucket.steps), steps)
-            views = bucket.layout.views
-            assert all(torch.equal(a, b) for a, b in zip(views(bucket.momentum), views(momentum), strict=True))
-
-
-def _by_bucket(kept: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    return [tuple(kept[k : k + 4]) for k in range(0, len(kept), 4)]
+            assert same(list(bucket.layout.views(bucket.momentum)), list(bucket.layout.views(momentum)))
 
 
 @pytest.mark.slow
@@ -82,14 +94,13 @@ def _by_bucket(kept: list[Tensor]) -> list[tuple[Tensor, ...]]:
 @pytest.mark.parametrize("form", FORMS)
 def test_four_ranks_become_two_and_then_eight(form: str, warmup: int) -> None:
     """Masters, variances and the mean of what is owed are what they were; the replicas go on from where they are."""
-    options = FORMS[form] | {"warmup_steps": warmup}
 
     def start(transport: SimTransport) -> tuple[list[Tensor], dict]:
-        params, optimizer = run_until(transport, 5, **options)
+        params, optimizer = run_until(transport, 5, form, warmup_steps=warmup)
         return [p.detach() for p in params], optimizer.state_dict()
 
     def go_on(transport: SimTransport, params: list[Tensor], states: list[dict]) -> tuple[list[Tensor], dict, dict]:
-        mine, optimizer = resumed(transport, params, states, **options)
+        mine, optimizer = resumed(transport, params, states, form, warmup_steps=warmup)
         loaded = copy.deepcopy(optimizer.state_dict())
         take_steps(mine, optimizer, range(5, 9))
         optimizer.check_replicas()
@@ -109,12 +120,13 @@ def test_four_ranks_become_two_and_then_eight(form: str, warmup: int) -> None:
         for name in ("variance", "owned", "mean"):
             for k in range(len(loaded[0]["onebit"]["buckets"])):
                 old, new = (_whole(world, k, name) for world in (states, loaded))
-                assert (old is None) == (new is None) == (name == "mean" and form != "clipped" and warmup == WARMUP)
+                assert (old is None) == (new is None) == (name == "mean" and "clipped" not in form and warmup == WARMUP)
                 if old is not None:
                     size = min(len(old), len(new))  # they differ in padding
                     assert torch.equal(old[:size], new[:size]) and not old[size:].any() and not new[size:].any()
         assert not torch.equal(values(ranks[0][0]), values(params))
         params, states = ranks[0][0], [state for _, state, _ in ranks]
+        assert all(same(params, other) for other, *_ in ranks)
 
 
 def _whole(states: list[dict], k: int, name: str) -> Tensor | None:
@@ -122,13 +134,41 @@ def _whole(states: list[dict], k: int, name: str) -> Tensor | None:
     return None if chunks[0] is None else torch.cat(chunks)
 
 
+def test_what_waits_on_one_rank_alone_waits_for_all_of_the_next_world() -> None:
+    """0/1 Adam in the middle of a cycle: a gradient of rank 1 moves its parameter at the end of it."""
+    form = "zero-one, clipped"
+
+    def begin(transport: SimTransport) -> tuple[list[Tensor], dict]:
+        params, optimizer = run_until(transport, 4, form, warmup_steps=2)
+        for _ in (4, 5):
+            for p in params:
+                p.grad = torch.ones_like(p) if transport.rank == 1 and p is params[1] else None
+            optimizer.step()
+        return [p.detach() for p in params], optimizer.state_dict()
+
+    four = run_ranks(4, begin)
+
+    def go_on(transport: SimTransport) -> list[bool]:
+        params, optimizer = resumed(transport, four[0][0], [state for _, state in four], form, warmup_steps=2)
+        record = optimizer.state_dict()["onebit"]
+        assert record["interval"] == 4 and record["since_sync"] == 2
+        for _ in (6, 7):
+            for p in params:
+                p.grad = None
+            optimizer.step()
+        optimizer.check_replicas()
+        return [not torch.equal(p, old) for p, old in zip(params, four[0][0], strict=True)]
+
+    assert run_ranks(2, go_on) == [[False, True, False, False]] * 2
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ADAM)
 def test_a_warm_up_that_is_over_does_not_begin_again(form: str) -> None:
     """Saved in one bit, by the count of the loading optimizer in its warm-up; or before states said so."""
 
     def save(transport: SimTransport) -> tuple[list[Tensor], dict, Tensor]:
-        params, optimizer = run_until(transport, 3, **FORMS[form] | {"warmup_steps": 0})
+        params, optimizer = run_until(transport, 3, form, warmup_steps=0)
         kept = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
         take_steps(params, optimizer, range(3, 6))
         return *kept, values(params)
@@ -140,7 +180,7 @@ def test_a_warm_up_that_is_over_does_not_begin_again(form: str) -> None:
         for bucket in (bucket for state in states for bucket in state["onebit"]["buckets"]):
             if not says_so:
                 del bucket["is_warm"]
-        params, optimizer = resumed(transport, before[transport.rank][0], states, **FORMS[form] | {"warmup_steps": 8})
+        params, optimizer = resumed(transport, before[transport.rank][0], states, form, warmup_steps=8)
         take_steps(params, optimizer, range(3, 6))
         return values(params), optimizer.stats.phase
 
