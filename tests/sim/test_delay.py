@@ -117,36 +117,6 @@ def no_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AdamRule, "ahead", lambda rule, bucket: 0.0)
 
 
-@pytest.mark.usefixtures("no_look_ahead")
-def test_the_first_compressed_step_moves_nothing_until_it_lands() -> None:
-    seen, landed = run_ranks(2, lambda transport: trajectory(transport, [0.05] * 9, freeze_step=8))[0]
-    np.testing.assert_array_equal(seen[8], seen[7])
-    assert (landed != seen[8]).any()
-
-
-def test_looking_ahead_and_back_is_a_rounding_and_nothing_else() -> None:
-    """Landed parameters are those without look-ahead, where gradients do not depend on them."""
-    lrs = [0.05] * 20
-
-    def rank(transport: SimTransport) -> tuple[np.ndarray, np.ndarray]:
-        ahead, landed = trajectory(transport, lrs, freeze_step=8)
-        plain, plain_landed = trajectory(transport, lrs, freeze_step=8, kind=LooksNot)
-        assert np.abs(ahead - plain)[8:].max() > 1e-3
-        np.testing.assert_array_equal(ahead[:8], plain[:8])
-        return landed, plain_landed
-
-    for landed, plain in run_ranks(2, rank):
-        np.testing.assert_allclose(landed, plain, atol=1e-5, rtol=0)
-
-
-class LooksNot(onebit.OnebitAdam):
-    """OnebitAdam whose parameters wait where the last step has left them."""
-
-    def __init__(self, *args: object, **options: object):
-        super().__init__(*args, **options)
-        self._delayed._look_ahead = lambda ahead, sign: None
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_refresh_lands_the_step_before_and_is_not_delayed(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = DenseSteps("auto", warmup=6, refreshes=VarianceUpdates(2))
@@ -160,22 +130,29 @@ def test_a_refresh_lands_the_step_before_and_is_not_delayed(world_size: int, mon
 
 
 @pytest.mark.usefixtures("no_look_ahead")
-def test_landing_every_step_is_the_optimizer_without_delay() -> None:
-    def ours(transport: SimTransport) -> bool:
-        net, optimizer = late(transport)
-        plain_net, plain = fresh(transport, **MANY)
+@pytest.mark.parametrize("ranks_per_node", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_landing_every_step_is_the_optimizer_without_delay(ranks_per_node: int) -> None:
+    """On two nodes; replicas are identical in the steps after it too, which do not land."""
+
+    def ours(transport: SimTransport) -> tuple[bool, Tensor, Tensor]:
+        levels = hierarchical(transport, ranks_per_node) if ranks_per_node > 1 else transport
+        (net, optimizer), (plain_net, plain) = late(levels), fresh(levels, **MANY)  # type: ignore[arg-type]
+        is_same = True
         for step in range(12):
-            train(transport, range(step, step + 1), net, optimizer)
+            train(levels, range(step, step + 1), net, optimizer)  # type: ignore[arg-type]
             optimizer.sync()
-            train(transport, range(step, step + 1), plain_net, plain)
+            train(levels, range(step, step + 1), plain_net, plain)  # type: ignore[arg-type]
             states = snapshot(optimizer), snapshot(plain)
             for state in states:
                 del state["onebit"]["ahead"]
-            if not (torch.equal(flat(net), flat(plain_net)) and same(*states)):
-                return False
-        return True
+            is_same &= torch.equal(flat(net), flat(plain_net)) and same(*states)
+        moved = train(levels, range(12, 15), net, optimizer)[-1]  # type: ignore[arg-type]
+        optimizer.sync()
+        return is_same, moved, flat(net)
 
-    assert run_ranks(2, ours) == [True, True]
+    results = run_ranks(2 * ranks_per_node, ours)
+    assert all(same(result, results[0]) and result[0] for result in results)
+    assert not torch.equal(*results[0][1:])
 
 
 # -------------------------------------------------------------------------------- what is hidden
@@ -264,46 +241,20 @@ def test_nothing_keeps_gradients_while_they_travel() -> None:
     assert run_ranks(2, ours) == [True, True]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_look_ahead")
-def test_in_two_levels_every_step_lands_as_it_would_at_once() -> None:
-    """Two nodes of two ranks: replicas identical, and a run that lands each step is one without delay."""
-
-    def ours(transport: SimTransport) -> tuple[Tensor, Tensor, bool]:
-        levels = hierarchical(transport, 2)
-        net, optimizer = late(levels)  # type: ignore[arg-type]
-        train(levels, range(10), net, optimizer)  # type: ignore[arg-type]
-        moved = flat(net)
-        optimizer.sync()
-        twins = []
-        for delay in (0, 1):
-            twin, other = fresh(levels, delay=delay, **MANY)  # type: ignore[arg-type]
-            for step in range(10):
-                train(levels, range(step, step + 1), twin, other)  # type: ignore[arg-type]
-                other.sync()
-            twins.append(flat(twin))
-        return moved, flat(net), torch.equal(*twins)
-
-    results = run_ranks(4, ours)
-    for moved, landed, is_same in results:
-        assert torch.equal(moved, results[0][0]) and torch.equal(landed, results[0][1]) and is_same
-    assert not torch.equal(results[0][0], results[0][1])
-
-
 # -------------------------------------------------------------------------------- skipped
 
 
 @pytest.mark.usefixtures("no_look_ahead")
-@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+@pytest.mark.parametrize(("max_grad_norm", "of", "bad"), [(0.0, 1, math.nan), (0.0, 0, math.inf), (1.0, 1, math.nan)])
 def test_a_skipped_step_is_neither_taken_nor_taken_twice(
-    max_grad_norm: float, caplog: pytest.LogCaptureFixture
+    max_grad_norm: float, of: int, bad: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rank 1's gradient of step 9 is not finite: as if all ranks had only landed step 8 in its place, to the bit.
+    """A rank's gradient of step 9 is not finite: as if all ranks had only landed step 8 in its place, to the bit.
 
     Clipping knows at once, while step 8 is under way; without it the verdict comes when step 9 lands.
     """
 
-    def ours(transport: SimTransport, *, spoils: bool) -> tuple[Tensor, int]:
+    def ours(transport: SimTransport, *, spoils: bool) -> tuple[int, Tensor, dict]:
         net, optimizer = late(transport, max_grad_norm=max_grad_norm)
         for step in range(14):
             if step == 9 and not spoils:
@@ -311,42 +262,22 @@ def test_a_skipped_step_is_neither_taken_nor_taken_twice(
                 continue
             optimizer.zero_grad()
             loss_of(net, step, transport.rank).backward()
-            if step == 9 and transport.rank == 1:
-                net[2].weight.grad[3, 3] = math.nan  # type: ignore[index]
+            if step == 9 and transport.rank == of:
+                net[2].weight.grad[3, 3] = bad  # type: ignore[index]
             optimizer.step()
+            assert step != 9 or max_grad_norm or "under_way" in optimizer.state_dict()["onebit"]
         optimizer.sync()
         assert optimizer.steps_taken() == 13
-        return flat(net), optimizer.stats.skipped_steps
+        state = snapshot(optimizer)
+        return state["onebit"].pop("skipped_steps"), flat(net), state
 
     with caplog.at_level(logging.WARNING):
         spoilt = run_ranks(2, lambda transport: ours(transport, spoils=True))
-    assert any("rank 1: gradient not finite in parameter" in message for message in caplog.messages)
+    assert any(f"rank {of}: gradient not finite in parameter" in message for message in caplog.messages)
     landed = run_ranks(2, lambda transport: ours(transport, spoils=False))
-    assert [skipped for _, skipped in (*spoilt, *landed)] == [1, 1, 0, 0]
-    assert all(torch.equal(moved, landed[0][0]) for moved, _ in (*spoilt, *landed))
-
-
-@pytest.mark.usefixtures("no_look_ahead")
-def test_a_skipped_step_leaves_no_trace() -> None:
-    """Behind it the state is that before it was sent, to the bit, and its parameters have all steps before it."""
-
-    def ours(transport: SimTransport) -> bool:
-        net, optimizer = late(transport)
-        train(transport, range(FREEZE + 3), net, optimizer)
-        optimizer.sync()
-        before, parameters = snapshot(optimizer), flat(net)
-        optimizer.zero_grad()
-        loss_of(net, 20, transport.rank).backward()
-        if transport.rank == 0:
-            net[0].bias.grad[0] = math.inf  # type: ignore[index]
-        optimizer.step()
-        assert "under_way" in optimizer.state_dict()["onebit"]
-        optimizer.sync()
-        after = snapshot(optimizer)
-        assert after["onebit"].pop("skipped_steps") == before["onebit"].pop("skipped_steps") + 1
-        return same(before, after) and torch.equal(parameters, flat(net))
-
-    assert run_ranks(2, ours) == [True, True]
+    assert [skipped for skipped, *_ in (*spoilt, *landed)] == [1, 1, 0, 0]
+    assert all(torch.equal(moved, landed[0][1]) for _, moved, _ in (*spoilt, *landed))
+    assert all(same(one, other) for (*_, one), (*_, other) in zip(spoilt, landed, strict=True))
 
 
 def test_too_many_skipped_steps_are_an_error_that_names_the_parameter() -> None:
@@ -495,12 +426,17 @@ def test_masks_and_masters_land_with_their_step() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"error_dtype": torch.bfloat16}], ids=str)
-def test_a_state_saved_with_a_step_under_way_resumes_to_the_bit(options: dict) -> None:
+@pytest.mark.parametrize(
+    ("ranks_per_node", "options"),
+    [(1, {}), (1, {"max_grad_norm": 0.5}), (1, {"error_dtype": torch.bfloat16}), (2, {})],
+    ids=str,
+)
+def test_a_state_saved_with_a_step_under_way_resumes_to_the_bit(ranks_per_node: int, options: dict) -> None:
     """At every place around the freeze, and between backward and step; saving sends nothing and changes nothing."""
 
     def ours(transport: SimTransport) -> list[bool]:
-        net, optimizer = late(transport, **options)
+        levels = hierarchical(transport, ranks_per_node) if ranks_per_node > 1 else transport
+        net, optimizer = late(levels, **options)  # type: ignore[arg-type]
         saved = []
         for step in range(10):
             optimizer.zero_grad()
@@ -514,33 +450,15 @@ def test_a_state_saved_with_a_step_under_way_resumes_to_the_bit(options: dict) -
         found = []
         for step, weights, state in saved:
             assert "under_way" in state["onebit"]
-            other_net, other = late(transport, **options)
+            other_net, other = late(levels, **options)  # type: ignore[arg-type]
             other.load_state_dict(state)
             other_net.load_state_dict(weights)
-            train(transport, range(step, 10), other_net, other)
+            train(levels, range(step, 10), other_net, other)  # type: ignore[arg-type]
             other.sync()
             found.append(torch.equal(flat(other_net), flat(net)) and same(snapshot(other), snapshot(optimizer)))
         return found
 
-    assert run_ranks(2, ours) == [[True] * 4] * 2
-
-
-@pytest.mark.slow
-def test_in_two_levels_a_state_resumes_to_the_bit() -> None:
-    def ours(transport: SimTransport) -> bool:
-        levels = hierarchical(transport, 2)
-        net, optimizer = late(levels)  # type: ignore[arg-type]
-        train(levels, range(8), net, optimizer)  # type: ignore[arg-type]
-        weights, state = copy.deepcopy(net.state_dict()), snapshot(optimizer)
-        other_net, other = late(levels)  # type: ignore[arg-type]
-        other.load_state_dict(state)
-        other_net.load_state_dict(weights)
-        for a_net, a in ((net, optimizer), (other_net, other)):
-            train(levels, range(8, 11), a_net, a)  # type: ignore[arg-type]
-            a.sync()
-        return torch.equal(flat(other_net), flat(net))
-
-    assert run_ranks(4, ours) == [True] * 4
+    assert run_ranks(2 * ranks_per_node, ours) == [[True] * 4] * 2 * ranks_per_node
 
 
 def test_loading_drops_what_was_under_way() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,40 +27,83 @@ from onebit.zero.given import check_optimizer
 # ---------------------------------------------------------------- the recursion
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options"),
-    [
-        (1, {}),
-        (2, {"outer_lr": 0.7, "outer_momentum": 0.9}),
-        (3, {"error_decay": 0.9, "inner_options": {"weight_decay": 0.3}}),
-        (3, {"correction_steps": 24, "outer_lr": 0.7, "inner_options": {"weight_decay": 0.3}}),
-    ],
-)
-def test_it_is_the_oracles_loop(world_size: int, options: dict[str, Any]) -> None:
-    """In float64. Signs of float32 sums may differ where a sum is a rounding away from zero: none here."""
-    options = {"inner_options": {"weight_decay": 0.0}} | options
+@dataclass(frozen=True)
+class Case:
+    """How a run of rounds of three steps differs from the plainest one of `workers` ranks."""
 
-    def ours(transport: SimTransport) -> list[np.ndarray]:
-        run, found = Run(transport, every=3, **options), []
-        for step in range(12):
-            run.train([step])
-            found.append(run.w)
-        return found
+    workers: int
+    options: dict[str, Any] = field(default_factory=dict)
+    decay: float = 0.0
+    ranks_per_node: int = 1
+    away: range = range(0)  # rounds that the last worker misses
+    tokens: tuple[int, ...] = ()  # of each worker in each step
+    weights: tuple[float, ...] = ()
+
+
+CASES = {
+    "one rank": Case(1),
+    "momentum": Case(2, {"outer_lr": 0.7, "outer_momentum": 0.9}),
+    "decay": Case(3, {"error_decay": 0.9}, decay=0.3),
+    "corrected": Case(3, {"correction_steps": 24, "outer_lr": 0.7}, decay=0.3),
+    "away": Case(3, away=range(1, 4)),
+    "tokens": Case(2, tokens=(100, 300), weights=(0.5, 1.5)),
+    "nodes": Case(2, ranks_per_node=2),
+    "nodes, corrected": Case(2, {"correction_steps": 20}, ranks_per_node=2),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_it_is_the_oracles_loop(case: Case) -> None:
+    """In float64. Signs of float32 sums may differ where a sum is a rounding away from zero: none here.
+
+    Differences of a rank that is away are owed, and arrive in the rounds after; they weigh by tokens. A node is one
+    worker, with the mean of its ranks' gradients.
+    """
+    steps, ranks = range(18), range(case.workers * case.ranks_per_node)
+
+    def ours(transport: SimTransport) -> tuple[list[np.ndarray], Any]:
+        levels = hierarchical(transport, case.ranks_per_node) if case.ranks_per_node > 1 else transport
+        run, found = Run(levels, every=3, inner_options={"weight_decay": case.decay}, **case.options), []
+        for step in steps:
+            run.optimizer.is_away = step // 3 in case.away and transport.rank == ranks[-1]
+            if case.tokens:
+                run.optimizer.add_tokens(case.tokens[transport.rank])
+            set_gradients(run.params, step, run.rank)
+            pulls = [p.grad for p in run.params]
+            run.optimizer.zero_grad()
+            sum((p * g).sum() for p, g in zip(run.params, pulls, strict=True)).backward()  # type: ignore[union-attr]
+            run.optimizer.step()
+            found += [run.w, run.theta]
+        return found, run.optimizer.stats
 
     oracle = LocalStepsOracle(
-        np.repeat(start().astype(np.float64)[None], world_size, 0),
+        np.repeat(start().astype(np.float64)[None], case.workers, 0),
         lambda c: compress(c, BLOCKS),
         lr=0.01,
-        decay=options["inner_options"]["weight_decay"],
-        **{key: value for key, value in options.items() if key != "inner_options"},
+        decay=case.decay,
+        **case.options,
     )
-    results = run_ranks(world_size, ours)
-    for step in range(12):
-        oracle.step(np.stack([oracle.w[i] - targets(i) + noise(step, i) for i in range(world_size)]))
+    results = run_ranks(len(ranks), ours)
+    for step in steps:
+        grads = np.stack([oracle.w[i // case.ranks_per_node] - targets(i) + noise(step, i) for i in ranks])
+        oracle.step(grads.reshape(case.workers, case.ranks_per_node, -1).mean(1))
         if step % 3 == 2:
-            oracle.round()
-        for i, found in enumerate(results):
-            np.testing.assert_allclose(found[step], oracle.w[i], rtol=1e-5, atol=2e-6, err_msg=f"{step}, rank {i}")
+            oracle.round(
+                away=[case.workers - 1] if step // 3 in case.away else [],
+                weights=list(case.weights) if case.weights else None,
+            )
+        for i, (found, _) in enumerate(results):
+            expected = oracle.w[i // case.ranks_per_node], oracle.theta
+            for mine, its in zip(found[2 * step : 2 * step + 2], expected, strict=True):
+                np.testing.assert_allclose(mine, its, rtol=1e-5, atol=2e-6, err_msg=f"{step}, rank {i}")
+    for i, (_, stats) in enumerate(results):
+        assert stats.missed_rounds == (len(case.away) if i == ranks[-1] else 0)
+        assert not case.weights or stats.weight == case.weights[i]
+        assert case.ranks_per_node == 1 or stats.sent_bytes_inter_node < stats.sent_bytes
+
+
+def test_ranks_without_tokens_weigh_the_same() -> None:
+    assert weights_of([3.0, 3.0]) == weights_of([0.0, 0.0]) == [1.0, 1.0]
 
 
 def test_what_moved_and_what_is_owed_are_all_differences() -> None:
@@ -207,29 +251,6 @@ def test_decay_travels_in_no_frame() -> None:
 # ---------------------------------------------------------------- who takes part
 
 
-def test_a_rank_that_is_away_for_three_rounds_loses_nothing() -> None:
-    """Its differences are owed: books balance behind each round, and what it owes arrives in the rounds after."""
-    away, rounds = range(1, 4), 7
-
-    def ours(transport: SimTransport) -> list[np.ndarray]:
-        run, found = Run(transport, every=3, inner_options={"weight_decay": 0.0}), []
-        for k in range(rounds):
-            run.optimizer.is_away = transport.rank == 2 and k in away
-            run.train(range(3 * k, 3 * k + 3))
-            found.append(run.theta)
-        assert run.optimizer.stats.missed_rounds == (3 if transport.rank == 2 else 0)
-        return found
-
-    oracle = LocalStepsOracle(np.repeat(start().astype(np.float64)[None], 3, 0), lambda c: compress(c, BLOCKS), lr=0.01)
-    results = run_ranks(3, ours)
-    for k in range(rounds):
-        for step in range(3 * k, 3 * k + 3):
-            oracle.step(np.stack([oracle.w[i] - targets(i) + noise(step, i) for i in range(3)]))
-        oracle.round(away=[2] if k in away else [])
-        for found in results:
-            np.testing.assert_allclose(found[k], oracle.theta, rtol=1e-5, atol=2e-6)
-
-
 def test_a_gradient_that_is_not_finite_freezes_its_rank_and_counts_it_out() -> None:
     def ours(transport: SimTransport) -> tuple[list[np.ndarray], np.ndarray, Any]:
         run, found = Run(transport, every=4, inner_options={"weight_decay": 0.0}), []
@@ -275,25 +296,6 @@ def test_parameters_that_are_not_finite_come_back_from_the_anchor() -> None:
     assert np.isfinite(w).all()
 
 
-def test_differences_weigh_by_tokens() -> None:
-    def ours(transport: SimTransport) -> tuple[np.ndarray, float]:
-        run = Run(transport, every=3, inner_options={"weight_decay": 0.0})
-        for step in range(9):
-            run.optimizer.add_tokens(100 * (1 + 2 * transport.rank))
-            run.train([step])
-        return run.theta, run.optimizer.stats.weight
-
-    oracle = LocalStepsOracle(np.repeat(start().astype(np.float64)[None], 2, 0), lambda c: compress(c, BLOCKS), lr=0.01)
-    for step in range(9):
-        oracle.step(np.stack([oracle.w[i] - targets(i) + noise(step, i) for i in range(2)]))
-        if step % 3 == 2:
-            oracle.round(weights=[0.5, 1.5])
-    for (theta, weight), expected in zip(run_ranks(2, ours), (0.5, 1.5), strict=True):
-        np.testing.assert_allclose(theta, oracle.theta, rtol=1e-5, atol=2e-6)
-        assert weight == expected
-    assert weights_of([3.0, 3.0]) == weights_of([0.0, 0.0]) == [1.0, 1.0]
-
-
 def test_ranks_with_different_numbers_of_batches_end_with_the_same_parameters() -> None:
     def ours(transport: SimTransport) -> tuple[np.ndarray, int]:
         run = Run(transport, every=4, inner_options={"weight_decay": 0.1})
@@ -324,36 +326,6 @@ def test_buffers_are_averaged_at_rounds_and_one_that_is_not_finite_is_left_out()
         return found
 
     assert run_ranks(2, ours) == [[0.0, 1.5, 2.0, 2.25], [1.0, 1.5, 3.0, 2.25]]
-
-
-@pytest.mark.parametrize("correction_steps", [0, 20])
-def test_inside_a_node_gradients_are_averaged_in_every_step(correction_steps: int) -> None:
-    """Two nodes of two ranks: each node is one worker of the oracle, with the mean of its ranks' gradients."""
-
-    def ours(transport: SimTransport) -> tuple[list[np.ndarray], tuple[int, int]]:
-        options = {"correction_steps": correction_steps, "inner_options": {"weight_decay": 0.0}}
-        run, found = Run(hierarchical(transport, 2), every=3, **options), []
-        for step in range(9):
-            set_gradients(run.params, step, run.rank)
-            grads = [p.grad.clone() for p in run.params if p.grad is not None]
-            for p in run.params:
-                p.grad = None
-            sum((p * g).sum() for p, g in zip(run.params, grads, strict=True)).backward()  # type: ignore[union-attr]
-            run.optimizer.step()
-            found.append(run.w)
-        return found, (run.optimizer.stats.sent_bytes_inter_node, run.optimizer.stats.sent_bytes)
-
-    apart = np.repeat(start().astype(np.float64)[None], 2, 0)
-    oracle = LocalStepsOracle(apart, lambda c: compress(c, BLOCKS), lr=0.01, correction_steps=correction_steps)
-    results = run_ranks(4, ours)
-    for step in range(9):
-        each = np.stack([oracle.w[i // 2] - targets(i) + noise(step, i) for i in range(4)])
-        oracle.step(np.stack([each[:2].mean(0), each[2:].mean(0)]))
-        if step % 3 == 2:
-            oracle.round()
-        for i, (found, _) in enumerate(results):
-            np.testing.assert_allclose(found[step], oracle.w[i // 2], rtol=1e-5, atol=2e-6)
-    assert all(inter_node < sent for _, (inter_node, sent) in results)
 
 
 # ---------------------------------------------------------------- when
