@@ -273,32 +273,33 @@ class TestState:
     @pytest.mark.pairwise
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("in_files", [False, True])
-    @pytest.mark.parametrize(("mode", "later"), [("state", "gradients"), ("full", "full"), ("full", "state")])
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [
+            ({}, {"mode": "gradients"}),
+            ({"mode": "full"}, {"mode": "full"}),
+            ({"mode": "full"}, {}),
+            ({"ratio": 0.3}, {"ratio": 0.8}),
+            ({"ratio": 0.8}, {}),
+            ({"ratio": 0.0}, {"ratio": 0.3}),
+        ],
+        ids=str,
+    )
     def test_resumed_is_uninterrupted(
-        self, mode: str, later: str, in_files: bool, dtype: torch.dtype, tmp_path: Path
+        self, before: dict, after: dict, in_files: bool, dtype: torch.dtype, tmp_path: Path
     ) -> None:
-        to = tmp_path if in_files else "cpu"
-        expected = train(model := small_model(dtype), offloaded(model, "AdamW", "state", to), 6)
-        first = offloaded(model := small_model(dtype), "AdamW", mode, to)
+        """In another mode and with another share; the plainest has all of the state in the store."""
+        plain = {"name": "AdamW", "mode": "state", "to": tmp_path if in_files else "cpu"}
+        expected = train(model := small_model(dtype), offloaded(model, **plain), 6)
+        first = offloaded(model := small_model(dtype), **plain | before)
         train(model, first, 3)
         torch.save({"model": model.state_dict(), "optimizer": first.state_dict()}, tmp_path / "saved.pt")
         first.close()
         saved = torch.load(tmp_path / "saved.pt", mmap=True)
-        second = offloaded(model := small_model(dtype), "AdamW", later, to, chunk_mb=0.3)
+        second = offloaded(model := small_model(dtype), **plain | {"chunk_mb": 0.3} | after)
         second.load_state_dict(saved["optimizer"])
         model.load_state_dict(saved["model"])  # behind the optimizer's: masters stay what they round to
         assert equal(train(model, second, 3, first=3), expected)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize(("ratio", "later"), [(0.3, 0.8), (0.8, 1.0), (0.0, 0.3)])
-    def test_resumes_with_another_share(self, ratio: float, later: float, dtype: torch.dtype, tmp_path: Path) -> None:
-        expected = train(model := small_model(dtype), offloaded(model, "AdamW", "state", "cpu"), 6)
-        first = offloaded(model := small_model(dtype), "AdamW", "state", tmp_path, ratio=ratio)
-        train(model, first, 3)
-        second = offloaded(twin := small_model(dtype), "AdamW", "state", tmp_path, ratio=later)
-        second.load_state_dict(first.state_dict())
-        twin.load_state_dict(model.state_dict())
-        assert equal(train(twin, second, 3, first=3), expected)
 
     def test_a_resident_state_loads_and_is_shown(self, tmp_path: Path) -> None:
         resident = MAKES["AdamW"]((model := small_model()).parameters())
@@ -312,8 +313,10 @@ class TestState:
             assert all(torch.equal(entry[name], shown[key][name]) for name in ("step", "exp_avg", "exp_avg_sq"))
         assert equal(train(twin, offload, first=3), train(model, resident, first=3))
 
-    def test_values_that_others_write_are_taken_over(self) -> None:
-        offload = offloaded(model := small_model(torch.bfloat16), "SGD", "state", "cpu")
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("mode", MODES[1:])
+    def test_values_that_others_write_are_taken_over(self, mode: str, dtype: torch.dtype) -> None:
+        offload = offloaded(model := small_model(dtype), "SGD", mode, "cpu")
         with torch.no_grad():
             for p in model.parameters():
                 p.fill_(3.0)
@@ -443,28 +446,29 @@ class TestStores:
         assert caught.value.errno == errno.ENOSPC
         assert not list(tmp_path.iterdir())
 
-    def test_a_disk_that_fills_while_writing_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def full(*args: object) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
+    @pytest.mark.parametrize(
+        ("call", "number", "text"),
+        [
+            ("pwritev", errno.ENOSPC, "is full"),
+            ("pwritev", errno.EIO, "could not be written: Input/output error"),
+            ("open", errno.EACCES, "is not writable: Permission denied"),
+        ],
+    )
+    def test_what_a_disk_refuses_is_named(
+        self, call: str, number: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*args: object) -> int:
+            raise OSError(number, os.strerror(number))
 
-        store = FileStore(tmp_path, PAGE, PAGE)
-        monkeypatch.setattr(files.os, "pwritev", full)
-        fill(store, [Extent(0, PAGE)], 1)
-        with pytest.raises(StoreError, match="is full"):
+        monkeypatch.setattr(files.os, call, refuse)
+        with pytest.raises(StoreError, match=text):
+            fill(store := FileStore(tmp_path, PAGE, PAGE), [Extent(0, PAGE)], 1)
             store.flush()
 
     def test_a_folder_that_is_none_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(StoreError, match="cannot be made"):
             FileStore(tmp_path / "file" / "folder", PAGE, PAGE)
-
-    def test_a_folder_that_refuses_files_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(*args: object) -> int:
-            raise OSError(errno.EACCES, "Permission denied")
-
-        monkeypatch.setattr(files.os, "open", refuse)
-        with pytest.raises(StoreError, match="is not writable: Permission denied"):
-            FileStore(tmp_path, PAGE, PAGE)
 
     def test_waiting_for_a_slow_disk_is_counted(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read = os.preadv

@@ -300,19 +300,24 @@ class TestOffload:
         assert offload_plan(replace(self.RUN, params=largest), *mode_to).fits
         assert not offload_plan(replace(self.RUN, params=1.01 * largest), *mode_to).fits
 
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize(("dtype", "frozen"), [("fp32", 0), ("bf16", 0), ("bf16", 2)])
     @pytest.mark.parametrize(("mode", "to"), [row for row in ROWS if row[0] != "none"])
-    def test_bytes_are_those_of_the_stores(self, mode: str, to: str, dtype: str, tmp_path: Path) -> None:
-        model = nn.Linear(512, 512, bias=False).to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
-        run = OffloadRun(512 * 512, host_bytes=1e9, disk_bytes=1e9, dtype=dtype, largest=512 * 512)
+    def test_bytes_are_those_of_the_stores(self, mode: str, to: str, dtype: str, frozen: int, tmp_path: Path) -> None:
+        """Of a layer that is trained, alone and between frozen ones."""
+        layers = [nn.Linear(512, 512, bias=False) for _ in range(1 + frozen)]
+        model = nn.Sequential(*layers).to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+        for layer in layers[:1] + layers[2:] if frozen else []:
+            layer.requires_grad_(False)
+        trained, params = 512 * 512, (1 + frozen) * 512 * 512
+        run = OffloadRun(params, host_bytes=1e9, disk_bytes=1e9, dtype=dtype, largest=trained, trained=trained)
         planned = offload_plan(run, mode, to)
         offload = Offload(model, torch.optim.AdamW, mode, "cpu" if to == "cpu" else tmp_path)
         stored = sum(store.nbytes for store in offload._stores.all)
         if to == "files":
             assert stored == planned.disk_bytes
         else:
-            near = 2 * 512 * 512 * run.dtype_bytes  # a layer and its gradient, which are all of the model
-            scratch = 512 * 512 * (8 + 4 * (dtype == "bf16"))
+            near = ((trained if mode == "full" else params) + trained) * run.dtype_bytes  # values and gradients
+            scratch = trained * (8 + 4 * (dtype == "bf16"))
             assert planned.host_bytes == stored + near + scratch
 
     @pytest.mark.parametrize("buffer_count", [2, 4])
@@ -341,22 +346,6 @@ class TestOffload:
     def test_all_trained_is_the_plan_without_a_frozen_base(self, mode_to: tuple[str, str]) -> None:
         assert offload_plan(replace(self.RUN, trained=13e9), *mode_to) == offload_plan(self.RUN, *mode_to)
 
-    @pytest.mark.parametrize(("mode", "to"), [row for row in ROWS if row[0] != "none"])
-    def test_a_frozen_base_is_planned_as_it_lies(self, mode: str, to: str, tmp_path: Path) -> None:
-        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3))).bfloat16()
-        model[0].requires_grad_(False)
-        model[2].requires_grad_(False)
-        params, trained = 3 * 512 * 512, 512 * 512
-        run = OffloadRun(params, host_bytes=1e9, disk_bytes=1e9, largest=trained, trained=trained)
-        planned = offload_plan(run, mode, to)
-        offload = Offload(model, torch.optim.AdamW, mode, "cpu" if to == "cpu" else tmp_path)
-        stored = sum(store.nbytes for store in offload._stores.all)
-        if to == "files":
-            assert stored == planned.disk_bytes
-        else:
-            near = 2 * (trained if mode == "full" else params) + 2 * trained
-            assert planned.host_bytes == stored + near + trained * (8 + 4)
-
     @pytest.mark.parametrize("to", ["cpu", "files"])
     def test_no_share_in_the_store_is_none(self, to: str) -> None:
         made, none = offload_plan(replace(self.RUN, ratio=0.0), "state", to), offload_plan(self.RUN, "none", "-")
@@ -383,10 +372,18 @@ class TestOffload:
         assert made.host_bytes == pytest.approx(0.75 * all_away.host_bytes, rel=0.01)
         assert made.seconds[1] < all_away.seconds[1]
 
-    @pytest.mark.parametrize("ratio", [-0.1, 1.1])
-    def test_a_share_is_from_0_to_1(self, ratio: float) -> None:
-        with pytest.raises(ValueError, match="a ratio from 0 to 1"):
-            replace(self.RUN, ratio=ratio)
+    @pytest.mark.parametrize(
+        ("change", "text"),
+        [
+            ({"ratio": -0.1}, "a ratio from 0 to 1"),
+            ({"ratio": 1.1}, "a ratio from 0 to 1"),
+            ({"trained": 0.0}, "of the model's 1.3e.10, got 0"),
+            ({"trained": 14e9}, "of the model's 1.3e.10, got 1.4e.10"),
+        ],
+    )
+    def test_shares_are_of_the_model(self, change: dict[str, float], text: str) -> None:
+        with pytest.raises(ValueError, match=text):
+            replace(self.RUN, **change)
 
     def test_adapters_on_a_card_of_32_gb(self) -> None:
         run = replace(self.RUN, trained=1e8, host_bytes=40e9, disk_bytes=0.0, tokens=1.0)
@@ -404,11 +401,6 @@ class TestOffload:
         without, made = (offload_plan(replace(self.RUN, modules=n), *mode_to) for n in (0, 1000))
         assert made.host_bytes - without.host_bytes == pytest.approx(28e6)
         assert (made.device_bytes, made.disk_bytes) == (without.device_bytes, without.disk_bytes)
-
-    @pytest.mark.parametrize("trained", [0.0, 14e9])
-    def test_trained_parameters_are_of_the_model(self, trained: float) -> None:
-        with pytest.raises(ValueError, match=f"of the model's 1.3e.10, got {trained:g}".replace("+", ".")):
-            replace(self.RUN, trained=trained)
 
     def test_a_card_of_16_gb_trains_what_its_host_holds(self) -> None:
         run = replace(self.RUN, device_bytes=16e9, host_bytes=300e9, disk_bytes=0.0, largest=90e6)
