@@ -9,6 +9,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from bench.command import be_called
+
 NAMES = (
     "suite",
     "collective",
@@ -51,6 +53,9 @@ def list_names() -> None:
 
 
 def main(argv: list[str]) -> None:
+    if argv[:1] == ["call"]:  # another process of a benchmark
+        be_called(argv[1:])
+        return
     if argv and argv[0] in NAMES:
         import_module(module_of(argv[0])).main(argv[1:])
         return

@@ -52,6 +52,11 @@ def record_path(text: str) -> Path:
     return path
 
 
+def add_record(parser: argparse.ArgumentParser, about: str = "write the report there, in Markdown") -> None:
+    """Add --record, a file that may be a record."""
+    parser.add_argument("--record", type=record_path, metavar="FILE", help=about)
+
+
 def add_results(parser: argparse.ArgumentParser, stem: str) -> None:
     """Add --results, the lines of a bench whose record and figure lie beside them; by default of today, under runs/."""
     parser.add_argument(

@@ -21,17 +21,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
-from provenance import record_path, write_record
+from reports import publish, table
 
 from bench import churn_ways
 from bench.churn_ways import ROUND, SAMPLES, WAYS, WIDTH, command, lighthouse
-from bench.record import describe_machine, machines
+from bench.record import here, parser_of
 
 
 @dataclass
@@ -152,47 +152,45 @@ def run(args: argparse.Namespace, way: str, every: float, folder: Path, seed: in
     return churn
 
 
-def report(args: argparse.Namespace, runs: dict[str, dict[float, Churn]]) -> str:
-    lines = [
-        "# Members that are killed and come back",
-        "",
-        f"{args.members} members on one machine, {args.layers * (WIDTH + 1) * WIDTH / 1e6:.1f} M parameters, "
-        f"{args.compute:g} s of emulated compute a step, {args.seconds:g} s a run; a killed member starts again after "
-        f"{args.back_after:g} s. Medians, and the largest.",
-        "",
-        *machines([describe_machine()]),
-        "| way | killed every | kills | next step, s | counts again, s | samples / undisturbed | / of the living |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for way, by_interval in runs.items():
-        calm = by_interval[0.0]
-        rate = calm.samples() / calm.alive_s()
-        lines.append(f"| {way} | never | 0 | - | - | {calm.per_second():.1f} a second | 1 |")
-        for every, churn in by_interval.items():
-            if not every:
-                continue
-            cells = [
+HEADS = ("way", "killed every", "kills", "next step, s", "counts again, s", "samples / undisturbed", "/ of the living")
+
+
+def rows_of(way: str, by_interval: dict[float, Churn]) -> Iterator[list[object]]:
+    """A row for each interval between kills; the undisturbed run comes first."""
+    calm = by_interval[0.0]
+    rate = calm.samples() / calm.alive_s()
+    yield [way, "never", 0, "-", "-", f"{calm.per_second():.1f} a second", 1]
+    for every, churn in by_interval.items():
+        if every:
+            waits = [
                 f"{statistics.median(each):.2f} ({max(each):.2f})" if each else "-"
                 for each in (churn.to_next_step(), churn.to_count_again())
             ]
             of_all, of_living = churn.per_second() / calm.per_second(), churn.samples() / churn.alive_s() / rate
-            lines.append(
-                f"| {way} | {every:g} s | {len(churn.kills)} | {' | '.join(cells)} | {of_all:.2f} | {of_living:.2f} |"
-            )
-    lines += [
-        "",
-        "Next step: from SIGKILL to the end of the first step that counts without the killed member, compute included; "
-        f"of `local` and `torchft-diloco`, of the first round of {ROUND} steps. Counts again: from the start of the "
-        "new process, with Python's and torch's imports, to its first step. Of the living: samples per second that a "
-        "member lived, over the undisturbed run's.",
-        "",
-    ]
-    return "\n".join(lines)
+            yield [way, f"{every:g} s", len(churn.kills), *waits, f"{of_all:.2f}", f"{of_living:.2f}"]
+
+
+def report(args: argparse.Namespace, runs: dict[str, dict[float, Churn]]) -> str:
+    rows = [row for way, by_interval in runs.items() for row in rows_of(way, by_interval)]
+    return f"""# Members that are killed and come back
+
+{here()}
+
+{args.members} members on one machine, {args.layers * (WIDTH + 1) * WIDTH / 1e6:.1f} M parameters, {args.compute:g} s of
+emulated compute a step, {args.seconds:g} s a run; a killed member starts again after {args.back_after:g} s. Medians,
+and the largest.
+
+{table(HEADS, rows, names=2)}
+
+Next step: from SIGKILL to the end of the first step that counts without the killed member, compute included; of `local`
+and `torchft-diloco`, of the first round of {ROUND} steps. Counts again: from the start of the new process, with
+Python's and torch's imports, to its first step. Of the living: samples per second that a member lived, over the
+undisturbed run's.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    given = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="bench.py churn", description=__doc__.split("\n\n")[0])
+    parser = parser_of("churn", __doc__)
     add = parser.add_argument
     add("--ways", nargs="+", choices=WAYS, default=["onebit"], help="what trains (default: onebit)")
     add("--torchft", metavar="PYTHON", help="of an environment with torchft 0.2.0 and this torch")
@@ -200,17 +198,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--layers", type=int, default=4, help=f"linear layers of {WIDTH} x {WIDTH} (default: 4)")
     add("--compute", type=float, default=0.2, metavar="SECONDS", help="of a step, emulated (default: 0.2)")
     add("--every", type=float, nargs="+", default=[60.0, 30.0, 15.0], metavar="SECONDS", help="between two kills")
-    add(
-        "--back-after",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="until a killed one starts again (default: 10)",
-    )
+    after = "until a killed one starts again (default: 10)"
+    add("--back-after", type=float, default=10.0, metavar="SECONDS", help=after)
     add("--seconds", type=float, default=180.0, help="of one run, with the start (default: 180)")
     add("--seed", type=int, default=0, help="of the choice of victims (default: 0)")
-    add("--record", type=record_path, metavar="FILE", help="write the table there")
-    args = parser.parse_args(given)
+    args = parser.parse_args(argv)
     if args.torchft is None and any(way.startswith("torchft") for way in args.ways):
         parser.error(
             "torchft needs another environment: python -m venv V; V/bin/pip install torchft==0.2.0 "
@@ -223,11 +215,4 @@ def main(argv: Sequence[str] | None = None) -> None:
                 place = Path(folder, f"{way}-{every:g}")
                 place.mkdir()
                 kept[way][every] = run(args, way, every, place, args.seed)
-        text = report(args, kept)
-    print(text)
-    if args.record is not None:
-        write_record(args.record, text)
-
-
-if __name__ == "__main__":
-    main()
+        publish(args, report(args, kept))

@@ -3,31 +3,26 @@
     python scripts/bench.py collective --record scripts/records/collective_2026-11.md
 
 Each row is measured in one run of four hosts (network namespaces), both sides in turn. The limit of a side is its own
-payload over the link's rate. Needs root and iproute2; see `onebit emulate`. With --worker it is one rank's part of
-that, which `suite/main.py` starts too, by `run_workers`.
+payload over the link's rate. Needs root and iproute2; see `onebit emulate`. `suite/main.py` calls
+`worker`, too.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from provenance import record_path, write_record
+from reports import publish, table
 
-from bench.command import words
-from bench.timing import HEADERS, measure
+from bench.ranks import need_hosts, on_cluster
+from bench.record import here, parser_of
+from bench.timing import HEADERS, in_turn, measure
 from onebit import comm
-from onebit.cli.cluster import Cluster, available, parse_rate
+from onebit.cli.cluster import Cluster, parse_rate
 from onebit.comm import (
     EncodeOutput,
     ErrorFeedback,
@@ -36,7 +31,6 @@ from onebit.comm import (
     Wire,
     compressed_allreduce,
     interleave,
-    kernels,
 )
 
 ONE_BIT, FP32, BF16 = "one-bit", "dense fp32", "dense bf16"
@@ -110,8 +104,8 @@ def dense(elements: int, transport: Transport, dtype: torch.dtype) -> Callable[[
     return act
 
 
-def worker(args: argparse.Namespace) -> None:
-    """One rank: the sides in turn; rank 0 writes what was measured as JSON."""
+def worker(args: argparse.Namespace) -> dict[str, dict] | None:
+    """One rank: the sides in turn; on rank 0 what `measure` says of each."""
     transport = comm.init(args.transport)
     torch.manual_seed(transport.rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // transport.world_size))
@@ -120,9 +114,8 @@ def worker(args: argparse.Namespace) -> None:
         for piece in args.pieces if side == ONE_BIT else args.pieces[:1]:
             name = f"{side}, pieces of {piece:,}" if side == ONE_BIT and len(args.pieces) > 1 else side
             results[name] = _measure_side(side, transport, args, piece)
-    if transport.rank == 0:
-        args.out.write_text(json.dumps(results))
     transport.close()
+    return None if transport.rank else results
 
 
 def _measure_side(side: str, transport: Transport, args: argparse.Namespace, piece: int) -> dict:
@@ -138,24 +131,19 @@ def _measure_side(side: str, transport: Transport, args: argparse.Namespace, pie
 def run_workers(
     cluster: Cluster,
     transport: str,
+    sides: Sequence[str],
     *,
     elements: int,
     repeats: int,
-    sides: Sequence[str],
     pieces: Sequence[int] = (PIECE,),
-    budget_s: float = float("inf"),
+    budget_s: float = 1e9,
     timeout_s: float = 600,
 ) -> dict[str, dict]:
-    """What `measure` says of each side, by workers on all hosts of a laid cluster. RuntimeError where they fail."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        flags = ["--elements", str(elements), "--repeats", str(repeats), "--budget-s", str(budget_s)]
-        flags += ["--transport", transport, "--sides", *sides, "--pieces", *map(str, pieces)]
-        command = words("collective", "--worker", "--out", str(out), *flags)
-        run = cluster.run(command, launcher="mpirun" if transport == "mpi" else "none", timeout_s=timeout_s)
-        if run.status:
-            raise RuntimeError(f"the collective over {transport} at {cluster.rate} ended with status {run.status}")
-        return json.loads(out.read_text())
+    """What `measure` says of each side, by workers on all hosts of a laid cluster. RuntimeError if they fail."""
+    asked = argparse.Namespace(transport=transport, sides=sides, elements=elements, repeats=repeats)
+    asked.pieces, asked.budget_s = pieces, budget_s
+    launcher = "mpirun" if transport == "mpi" else "none"
+    return on_cluster(cluster, worker, asked, launcher=launcher, timeout_s=timeout_s)
 
 
 def run_network(network: str, transport: str, args: argparse.Namespace) -> list[Row]:
@@ -163,64 +151,56 @@ def run_network(network: str, transport: str, args: argparse.Namespace) -> list[
     sides = [side for side in args.sides if transport == "gloo" or side != BF16]  # MPI has no bfloat16
     with Cluster(hosts=args.hosts, rate=network) as cluster:
         results = run_workers(
-            cluster, transport, elements=args.elements, repeats=args.repeats, sides=sides, pieces=args.pieces
+            cluster, transport, sides, elements=args.elements, repeats=args.repeats, pieces=args.pieces
         )
     rate = parse_rate(network)
     return [
-        Row(
-            network,
-            transport,
-            side,
-            r["seconds"],
-            r["sent_bytes"],
-            r["wire_payload"],
-            r["sent_bytes"] * 8 / rate if rate else None,
-        )
+        Row(network, transport, side, *(r[key] for key in ("seconds", "sent_bytes", "wire_payload")), _limit_s(r, rate))
         for side, r in results.items()
     ]
+
+
+def _limit_s(measured: dict, rate: float | None) -> float | None:
+    return measured["sent_bytes"] * 8 / rate if rate else None
 
 
 def measure_codec(args: argparse.Namespace) -> dict[str, float]:
     """Median seconds of one rank's codec work, by kernel, one thread, repetitions interleaved."""
     torch.set_num_threads(1)
     acts = {kernel: codec_work(args.elements, args.hosts, kernel) for kernel in ("auto", "reference")}
-    seconds: dict[str, list[float]] = {kernel: [] for kernel in acts}
-    for _ in range(args.repeats):
-        for kernel, act in acts.items():
-            began = time.perf_counter()
-            act()
-            seconds[kernel].append(time.perf_counter() - began)
-    return {kernel: statistics.median(times) for kernel, times in seconds.items()}
+    return {kernel: statistics.median(spent) for kernel, spent in in_turn(acts, args.repeats).items()}
 
 
 def report(rows: list[Row], codec: dict[str, float], args: argparse.Namespace) -> str:
     """The record, in Markdown."""
     dense = {(row.network, row.transport): statistics.median(row.seconds) for row in rows if row.side == FP32}
     pieces = ", ".join(f"{piece:,}" for piece in args.pieces)
-    text = f"""\
+    lines = [_cells(row, dense.get((row.network, row.transport))) for row in rows]
+    return f"""\
 # The collective on emulated Ethernet
 
-`python {" ".join(sys.argv)}`
+{here()}
 
-{args.elements:,} float32 parameters, {args.hosts} hosts with one rank each on one machine ({os.cpu_count()} cores,
-{platform.machine()}), one thread per rank; {kernels.describe()}. torch {torch.__version__}, Python
-{platform.python_version()}. Median of {args.repeats} repetitions (dense: {max(1, args.repeats // 3)}), the slowest rank
-of each. The limit is the side's own payload over the link's rate. On the wire: payload by the queue's counter
-(bytes minus {HEADERS} per packet) over the transport's own count. One bit travels in buckets of {pieces} elements.
+{args.elements:,} float32 parameters, {args.hosts} hosts with one rank each on this machine, one thread per rank.
+Median of {args.repeats} repetitions (dense: {max(1, args.repeats // 3)}), the slowest rank of each. The limit is the
+side's own payload over the link's rate. On the wire: payload by the queue's counter (bytes minus {HEADERS} per packet)
+over the transport's own count. One bit travels in buckets of {pieces} elements.
 
-| network | transport | side | sent MB | s | spread | limit s | s / limit | on the wire | speed-up |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+{table(HEADS, lines, names=3)}
+
+Codec work of one rank for one exchange, one thread: {codec["auto"] * 1e3:.0f} ms; pure-torch reference
+{codec["reference"] * 1e3:.0f} ms, **{codec["reference"] / codec["auto"]:.1f} ×** as long.
 """
-    text += "".join(_line(row, dense.get((row.network, row.transport))) for row in rows)
-    return text + (
-        f"\nCodec work of one rank for one exchange, one thread: {codec['auto'] * 1e3:.0f} ms; pure-torch reference "
-        f"{codec['reference'] * 1e3:.0f} ms, **{codec['reference'] / codec['auto']:.1f} ×** as long.\n"
-    )
 
 
-def _line(row: Row, dense_s: float | None) -> str:
+HEADS = (
+    "network", "transport", "side", "sent MB", "s", "spread", "limit s", "s / limit", "on the wire", "speed-up"
+)  # fmt: skip
+
+
+def _cells(row: Row, dense_s: float | None) -> list[str]:
     s = statistics.median(row.seconds)
-    cells = [
+    return [
         row.network,
         row.transport,
         row.side,
@@ -232,11 +212,10 @@ def _line(row: Row, dense_s: float | None) -> str:
         "" if row.wire_payload is None else f"{row.wire_payload / row.sent_bytes:.3f}",
         f"{dense_s / s:.1f} ×" if dense_s is not None and row.side != FP32 else "",
     ]
-    return f"| {' | '.join(cells)} |\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.py collective", description=__doc__.split("\n\n")[0])
+    parser = parser_of("collective", __doc__)
     parser.add_argument("--elements", type=int, default=25_000_000)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--networks", nargs="+", default=["100mbit", "1gbit", "none"], help="rates; none: unshaped")
@@ -244,19 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sides", nargs="+", default=[ONE_BIT, FP32], choices=SIDES)
     parser.add_argument("--pieces", nargs="+", type=int, default=[PIECE], metavar="N", help="elements of a bucket")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--record", type=record_path, metavar="FILE")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--transport", choices=["gloo", "mpi"], help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.worker:
-        worker(args)
-        return
-    if (reason := available()) is not None:
-        raise SystemExit(f"no emulated hosts here: {reason}")
+    need_hosts()
     rows = [row for network in args.networks for t in args.transports for row in run_network(network, t, args)]
-    text = report(rows, measure_codec(args), args)
-    print(text)
-    if args.record is not None:
-        write_record(args.record, text)
+    publish(args, report(rows, measure_codec(args), args))

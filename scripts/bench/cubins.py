@@ -13,18 +13,17 @@ Needs nvcc on the path; no GPU, no driver.
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 
-from provenance import record_path, revision, write_record
+from reports import publish, table
 
+from bench.record import here, parser_of
 from onebit.comm.kernels import cupy
 
 BLOCK = 256  # elements per scale
@@ -159,46 +158,47 @@ def bytes_in_flight(streams: Streams, threads: int) -> float:
     return threads * batch * (4 * streams.loads or streams.bytes_ + streams.nibbles / 2)
 
 
-def table(gpu: Gpu, elements: float) -> list[str]:
-    needed = gpu.needed_in_flight / 1024
-    lines = [
-        f"## {gpu.name}, sm_{gpu.capability}\n",
-        f"{gpu.multiprocessors} multiprocessors, {gpu.bytes_per_s / 1e12:g} TB/s: {needed:.0f} KiB in flight each.\n",
-        "| kernel | registers | shared | spilled | resident threads | of 2048 | KiB in flight | bytes per element "
-        f"| µs for {elements / 1e6:g} M |",
-        "| --- " + "| ---: " * 8 + "|",
-    ]
+HEADS = (
+    "kernel", "registers", "shared", "spilled", "resident threads", "of 2048", "KiB in flight",
+    "bytes per element", "µs",
+)  # fmt: skip
+
+
+def report(gpu: Gpu, elements: float) -> str:
+    """What a GPU would need, and a row for each kernel."""
     usage = compiled_for(gpu.capability)
     if usage.keys() != KERNELS.keys():
         raise RuntimeError(f"csrc/*.cu has other kernels than this module: {usage.keys() ^ KERNELS.keys()}")
+    rows: list[list[object]] = []
     for name, streams in KERNELS.items():
         kernel, moved = usage[name], streams.bytes_per_element
         threads = resident_threads(kernel, gpu)
-        flight = bytes_in_flight(streams, threads)
-        lines.append(
-            f"| {name} | {kernel.registers} | {kernel.shared} | {kernel.spilled} | {threads} "
-            f"| {threads / (MOST_WARPS * WARP):.0%} | {flight / 1024:.0f} "
-            f"| {moved:.2f} | {1e6 * moved * elements / gpu.bytes_per_s:.1f} |"
-        )
-    return [*lines, ""]
+        cells = [name, kernel.registers, kernel.shared, kernel.spilled, threads, f"{threads / (MOST_WARPS * WARP):.0%}"]
+        cells += [f"{bytes_in_flight(streams, threads) / 1024:.0f}", f"{moved:.2f}"]
+        rows.append([*cells, f"{1e6 * moved * elements / gpu.bytes_per_s:.1f}"])
+    return f"""## {gpu.name}, sm_{gpu.capability}
+
+{gpu.multiprocessors} multiprocessors, {gpu.bytes_per_s / 1e12:g} TB/s: {gpu.needed_in_flight / 1024:.0f} KiB in flight
+each.
+
+{table(HEADS, rows)}
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.py cubins", description=(__doc__ or "").split("\n\n")[0])
+    parser = parser_of("cubins", __doc__ or "")
     parser.add_argument("--elements", type=float, default=25e6)
-    parser.add_argument("--record", type=record_path, metavar="FILE")
     args = parser.parse_args(argv)
     if shutil.which("nvcc") is None:
         raise SystemExit("nvcc is not on the path: install CUDA's compiler (no GPU is needed)")
     version = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1]
-    lines = [line for gpu in GPUS for line in table(gpu, args.elements)]
-    lines.append(
-        f"Blocks of {BLOCK} elements, means of {FRAMES_OF_MEAN} frames, float32 tensors, launched blocks of "
-        f"{cupy.THREADS} threads; a load is assumed to take "
-        f"{1e9 * LATENCY_S:g} ns. No GPU has run this.\n\n"
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, {version}, revision {revision()}.\n"
-    )
-    text = "\n".join(lines)
-    print(text)
-    if args.record is not None:
-        write_record(args.record, f"# The CUDA kernels on paper\n\n{text}")
+    tables = [report(gpu, args.elements) for gpu in GPUS]
+    about = f"""# The CUDA kernels on paper
+
+{here()}
+
+{version}. Blocks of {BLOCK} elements, means of {FRAMES_OF_MEAN} frames, float32 tensors, launched blocks of
+{cupy.THREADS} threads; a load is assumed to take {1e9 * LATENCY_S:g} ns. µs: for {args.elements / 1e6:g} million
+elements. No GPU has run this.
+"""
+    publish(args, "\n".join([about, *tables]))

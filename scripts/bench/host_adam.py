@@ -12,18 +12,15 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import os
-import platform
-import shlex
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from provenance import record_path, revision, write_record
+from reports import publish, table
 from torch import Tensor
 
-from bench.timing import Timing, cpu_name, seconds
+from bench.record import here, parser_of
+from bench.timing import Timing, in_turn
 from onebit.arithmetic.adam import direction_in_torch_
 from onebit.comm.kernels.library import ISAS
 from onebit.host import BLOCK, EightBitVariance, direction_, empty_variance, native
@@ -109,62 +106,48 @@ def peers(elements: int) -> tuple[list[Side], list[str]]:
     return [*sides, Side("torchao AdamW8bit", 12 + 4 * (1 + 4 / BLOCK), step(low_bit.AdamW8bit))], []
 
 
-def table(args: argparse.Namespace) -> list[str]:
+def measure(args: argparse.Namespace) -> tuple[list[list[object]], list[str]]:
+    """A row for each side and number of threads, and a line for each peer that is not here."""
     n = args.elements
     x, y, z = torch.randn(n), torch.randn(n), torch.zeros(n)
     others, left_out = peers(n)
     floors = [Side(FLOOR, 12, lambda: torch.add(x, y, out=z)), Side(IN_PLACE, 12, lambda: torch.add(x, y, out=x))]
     sides = [*floors, *ours(n, args.isa), *directions(n), *others]
-    lines = ["| threads | step | bytes per parameter | ms | ns per parameter | GB/s | times its roof |"]
-    lines.append("|---:|---|---:|---:|---:|---:|---:|")
+    rows: list[list[object]] = []
     for threads in args.threads:
         torch.set_num_threads(threads)
-        found: list[list[float]] = [[] for _ in sides]
-        for side in sides:
-            side.call()
-        for _ in range(args.repeats):
-            for side, spent in zip(sides, found, strict=True):
-                spent.append(seconds(side.call))
-        times = [Timing.of(spent) for spent in found]
+        found = in_turn(dict(enumerate(side.call for side in sides)), args.repeats)
+        times = [Timing.of(spent) for spent in found.values()]
         for side, timing in zip(sides, times, strict=True):
             roof = times[0].median * side.bytes / 12
             ns, rate = 1e6 * timing.median / n, side.bytes * n / timing.median / 1e6
-            lines.append(
-                f"| {threads} | {side.name} | {side.bytes:.2f} | {timing} | {ns:.3f} | {rate:.1f} | "
-                f"{timing.median / roof:.2f} |"
-            )
-    return [*lines, *(f"\n{line}" for line in left_out)]
+            cells = [threads, side.name, f"{side.bytes:.2f}", timing, f"{ns:.3f}", f"{rate:.1f}"]
+            rows.append([*cells, f"{timing.median / roof:.2f}"])
+    return rows, left_out
 
 
-def report(argv: Sequence[str], args: argparse.Namespace) -> str:
-    load_before = os.getloadavg()[0]
-    rows = table(args)
-    return f"""# Adam on the host
-
-- command: `python scripts/bench.py host_adam {shlex.join(argv)}`
-- commit {revision()}, {time.strftime("%Y-%m-%d")}; Python {platform.python_version()}, torch {torch.__version__}
-- {cpu_name()}, {os.cpu_count()} cores; kernel: {native.describe()}; isa {args.isa}
-- load average {load_before:.2f} before, {os.getloadavg()[0]:.2f} after (this run included)
-- {args.elements} parameters in one tensor; {args.repeats} repetitions of all sides in turn; median (quartiles)
-- the roof of a step: the time in which `{FLOOR}` moves as many bytes, at 12 per element; the aim is {TARGET} times it
-
-{chr(10).join(rows)}
-"""
+HEADS = ("threads", "step", "bytes per parameter", "ms", "ns per parameter", "GB/s", "times its roof")
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="bench.py host_adam", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("host_adam", __doc__)
     parser.add_argument("--elements", type=int, default=25_000_000, help="parameters (default: %(default)s)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default: 1 2)")
     parser.add_argument("--repeats", type=int, default=25, help="of each side (default: %(default)s)")
     parser.add_argument("--isa", choices=ISAS, default="auto", help="instruction set (default: the best one)")
-    parser.add_argument("--record", type=record_path, metavar="FILE", help="also write the table there, in Markdown")
     args = parser.parse_args(argv)
     if not native.is_built():
         parser.error(native.why_not())
-    text = report(argv, args)
-    print(text)
-    if args.record is not None:
-        write_record(args.record, text)
+    about = here()
+    rows, left_out = measure(args)
+    text = f"""# Adam on the host
+
+{about}
+
+{args.elements} parameters in one tensor; {args.repeats} repetitions of all sides in turn; median (quartiles). Kernel:
+{native.describe()}, isa {args.isa}. The roof of a step is the time in which `{FLOOR}` moves as many bytes,
+at 12 per element; the aim is {TARGET} times it.
+
+{table(HEADS, rows, names=2)}
+"""
+    publish(args, "\n".join([text, *left_out]))

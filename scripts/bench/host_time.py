@@ -9,20 +9,18 @@ All optimizers run in turn, so that a noisy machine disturbs them all.
 
 from __future__ import annotations
 
-import argparse
 import logging
-import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from provenance import revision
+from reports import publish, table
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from bench.record import here, parser_of
 from bench.step import Silent
-from bench.timing import Timing, cpu_name, seconds
+from bench.timing import Timing, seconds
 from onebit import OnebitAdam, ZeroOneAdam
 from onebit.zero import ShardedOnebitAdam
 
@@ -90,25 +88,15 @@ def timings(buckets: int, repeats: int) -> list[Timing]:
     return [Timing.of(spent) for spent in found]
 
 
-def table(counts: Sequence[int], repeats: int) -> list[str]:
-    lines = [f"| ms of a step | {' | '.join(f'{n} buckets' for n in counts)} |", "|---" + "|---:" * len(counts) + "|"]
-    columns = [timings(n, repeats) for n in counts]
-    return lines + [
-        f"| {side.name} | {' | '.join(map(str, row))} |" for side, *row in zip(SIDES, *columns, strict=True)
-    ]
-
-
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="bench.py host_time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("host_time", __doc__)
     parser.add_argument("--buckets", type=int, nargs="+", default=[8, 64], help="how many (default: 8 64)")
     parser.add_argument("--repeats", type=int, default=300, help="steps of each optimizer (default: %(default)s)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     logging.getLogger("onebit").setLevel(logging.ERROR)  # it warns that the absent ranks have the same gradients
-    print("\n".join(table(args.buckets, args.repeats)))
-    print(
-        f"\n{cpu_name()}, {os.cpu_count()} cores, one thread; Python {platform.python_version()}, torch "
-        f"{torch.__version__}, {revision()}; {args.repeats} steps of all in turn, median (quartiles)"
-    )
+    columns = [timings(n, args.repeats) for n in args.buckets]
+    rows = [(side.name, *row) for side, *row in zip(SIDES, *columns, strict=True)]
+    heads = ("ms of a step", *(f"{n} buckets" for n in args.buckets))
+    how = f"{args.repeats} steps of all in turn, one thread, median (quartiles)"
+    publish(args, f"# What a step costs the host\n\n{here()}\n\n{how}\n\n{table(heads, rows)}\n")

@@ -6,8 +6,7 @@
 Models with random weights, without end tokens. All sides are measured in one process, in turn, `--repeats` times; the
 medians are compared. The first pass (compiling, caches) is thrown away; so is the prompt's, for all sides: the time of
 one token is taken from that of all but one. torchao is measured if it is installed. Then a GPT-2 split over two hosts
-(network namespaces) at --network, against the plan. The latter needs root and iproute2. With --worker it is one rank's
-part of that.
+(network namespaces) at --network, against the plan. The latter needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -16,25 +15,21 @@ import argparse
 import importlib.metadata
 import importlib.util
 import itertools
-import json
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-from provenance import record_path, write_record
+from reports import publish
 from torch import Tensor
 
-from bench.command import words
-from bench.record import describe_machine
+from bench.ranks import need_hosts, on_hosts
+from bench.record import describe_machine, parser_of
 from onebit import comm
-from onebit.cli.cluster import Cluster, available, parse_rate, sent_on_wire
+from onebit.cli.cluster import parse_rate, sent_on_wire
 from onebit.comm.messages import gather_tensors
 from onebit.zero import InferenceEngine, init_inference
 from onebit.zero.inference.plan import ServeRun, token_plan
@@ -175,11 +170,11 @@ def our_tokens(engine: InferenceEngine, prompt: Tensor, new: int) -> Tensor:
     return cast(Tensor, engine.generate(prompt, max_new_tokens=new, eos_token_id=[]))
 
 
-def worker(args: argparse.Namespace) -> None:
+def worker(args: argparse.Namespace) -> dict | None:
     """One of two hosts: the model split, and on rank 0 alone, in turn."""
     torch.set_num_threads(1)
     transport = comm.init("gloo")
-    (size,) = args.size
+    size = args.size[0]
     model, prompt = build(size, 64), torch.arange(16)[None]
     split = init_inference(model, dtype="fp32", mp_size=transport.world_size, transport=transport)
     alone = init_inference(model, dtype="fp32")
@@ -194,9 +189,8 @@ def worker(args: argparse.Namespace) -> None:
         found["alone_s"] = tokens_s({"alone": partial(our_tokens, alone, prompt)}, 24, args.repeats)["alone"]
     transport.broadcast(torch.zeros(1), 0).wait()
     found["sum_s"] = sum_s(transport, SHAPES[size].width)
-    if transport.rank == 0:
-        args.out.write_text(json.dumps(found))
     transport.close()
+    return None if transport.rank else found
 
 
 def sum_s(transport: comm.Transport, width: int, times: int = 200) -> float:
@@ -208,17 +202,6 @@ def sum_s(transport: comm.Transport, width: int, times: int = 200) -> float:
         gather_tensors(transport, y[:width]).sum(0)
         seconds += (time.perf_counter() - began) * (k >= 20)
     return seconds / times
-
-
-def over_network(args: argparse.Namespace) -> dict:
-    """RuntimeError where the workers fail."""
-    with tempfile.TemporaryDirectory() as folder, Cluster(hosts=2, rate=args.network) as cluster:
-        out = Path(folder) / "result.json"
-        flags = ["--size", args.size[0], "--repeats", str(args.repeats)]
-        ended = cluster.run(words("inference", "--worker", "--out", str(out), *flags), launcher="none", timeout_s=600)
-        if ended.status:
-            raise RuntimeError(f"inference at {args.network} ended with status {ended.status}")
-        return json.loads(out.read_text())
 
 
 def rates_table(lines: list[dict], args: argparse.Namespace) -> list[str]:
@@ -296,7 +279,7 @@ def _version(package: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.py inference", description=(__doc__ or "").split("\n\n")[0])
+    parser = parser_of("inference", __doc__ or "")
     add = parser.add_argument
     add("--size", nargs="+", choices=SHAPES, default=["gpt2"], help="the first one is split over hosts")
     add("--dtypes", nargs="*", choices=DTYPES, default=list(DTYPES), help="none: two hosts only")
@@ -306,18 +289,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--repeats", type=int, default=3)
     add("--eager", action="store_true", help="do not compile")
     add("--network", default="1gbit", help="of two hosts; none: leave them out")
-    add("--record", type=record_path, metavar="FILE")
-    add("--worker", action="store_true", help=argparse.SUPPRESS)
-    add("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.worker:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        worker(args)
-        return
-    if args.network != "none" and (reason := available()) is not None:
-        raise SystemExit(f"no emulated hosts here: {reason}; --network none leaves them out")
+    has_network = args.network != "none"
+    if has_network:
+        need_hosts("; --network none leaves them out")
     lines = compare(args)
-    text = report(lines, None if args.network == "none" else over_network(args), args)
-    print(text)
-    if args.record is not None:
-        write_record(args.record, f"# Inference beside transformers\n\n{text}")
+    text = report(lines, on_hosts(worker, args, hosts=2, rate=args.network) if has_network else None, args)
+    publish(args, f"# Inference beside transformers\n\n{text}")

@@ -9,19 +9,16 @@ as torch.add(x, error, out=x) does. Kernel, floor and reference run in turn, so 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import shlex
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from provenance import record_path, revision, write_record
+from reports import publish, table
 from torch import Tensor
 
-from bench.timing import Timing, cpu_name, seconds
+from bench.record import here, parser_of
+from bench.timing import Timing, in_turn, seconds
 from onebit.comm import (
     EncodeOutput,
     GradientSum,
@@ -200,38 +197,30 @@ def int8_operations(elements: int, block: int, isa: str) -> list[Operation]:
     ]
 
 
-def measure(operation: Operation, repeats: int, reference_repeats: int) -> tuple[Timing, Timing, Timing]:
-    """Of kernel, floor and reference, in turn. The reference, slow and steady, only in the first repetitions."""
-    kernel_s, floor_s, reference_s = [], [], []
-    operation.kernel()
-    for i in range(repeats):
-        floor_s.append(seconds(operation.floor))
-        kernel_s.append(seconds(operation.kernel))
-        if i < reference_repeats:
-            reference_s.append(seconds(operation.reference))
-    return Timing.of(kernel_s), Timing.of(floor_s), Timing.of(reference_s)
+HEADS = (
+    "operation", "threads", "kernel ms", "GB/s", "floor", "floor ms", "kernel / floor", "reference ms",
+    "reference / kernel",
+)  # fmt: skip
 
 
-def table(args: argparse.Namespace) -> list[str]:
-    sides = "kernel ms | GB/s | floor | floor ms | kernel / floor | reference ms | reference / kernel"
-    lines = [f"| operation | threads | {sides} |", "|---" * 9 + "|"]
+def measure(args: argparse.Namespace) -> Iterator[list[object]]:
+    """A row for each operation and number of threads. The reference, slow and steady, has repetitions of its own."""
     kinds = (sign_operations, step_operations, int8_operations)
-    rows = [row for kind in kinds for row in kind(args.elements, args.block, args.isa)]
+    operations = [each for kind in kinds for each in kind(args.elements, args.block, args.isa)]
     for threads in args.threads:
         torch.set_num_threads(threads)
-        for row in rows:
-            kernel, floor, slow = measure(row, args.repeats, args.reference_repeats)
-            lines.append(
-                f"| {row.name} | {threads} | {kernel} | {row.bytes_moved / kernel.median / 1e6:.1f} "
-                f"| {row.floor_name} | {floor} | **{kernel.median / floor.median:.2f}** "
-                f"| {slow} | {slow.median / kernel.median:.1f} |"
-            )
-    return lines
+        for each in operations:
+            spent = in_turn({"floor": each.floor, "kernel": each.kernel}, args.repeats)
+            slow = Timing.of([seconds(each.reference) for _ in range(args.reference_repeats)])
+            floor, kernel = Timing.of(spent["floor"]), Timing.of(spent["kernel"])
+            cells = [each.name, threads, kernel, f"{each.bytes_moved / kernel.median / 1e6:.1f}", each.floor_name]
+            cells += [floor, f"**{kernel.median / floor.median:.2f}**", slow, f"{slow.median / kernel.median:.1f}"]
+            yield cells
 
 
-def sweep(args: argparse.Namespace) -> list[str]:
+def sweep(args: argparse.Namespace) -> str:
     """Two threads against one, by size: where `library.ELEMENTS_PER_THREAD` comes from."""
-    lines = ["| elements | encode µs, 1 thread | 2 threads | ratio |", "|---|---|---|---|"]
+    rows = []
     for elements in SWEEP:
         encode = sign_operations(elements, args.block, args.isa)[0].kernel
         spent: dict[int, list[float]] = {1: [], 2: []}
@@ -241,11 +230,11 @@ def sweep(args: argparse.Namespace) -> list[str]:
                 encode()  # wakes the threads
                 spent[threads] += [seconds(encode) for _ in range(10)]
         one, two = (1e6 * statistics.median(spent[threads]) for threads in (1, 2))
-        lines.append(f"| {elements} | {one:.1f} | {two:.1f} | {two / one:.2f} |")
-    return lines
+        rows.append([elements, f"{one:.1f}", f"{two:.1f}", f"{two / one:.2f}"])
+    return table(("elements", "encode µs, 1 thread", "2 threads", "ratio"), rows)
 
 
-def unconditional_sweep(args: argparse.Namespace) -> list[str]:
+def unconditional_sweep(args: argparse.Namespace) -> str:
     threshold = library.ELEMENTS_PER_THREAD
     library.ELEMENTS_PER_THREAD = 1
     try:
@@ -254,51 +243,34 @@ def unconditional_sweep(args: argparse.Namespace) -> list[str]:
         library.ELEMENTS_PER_THREAD = threshold
 
 
-def record(argv: Sequence[str], args: argparse.Namespace) -> str:
-    load_before = os.getloadavg()[0]
-    rows = table(args)
-    small = unconditional_sweep(args)
-    return f"""# The C++ kernels on the host
-
-- command: `python scripts/bench.py kernels {shlex.join(argv)}`
-- commit {revision()}, {time.strftime("%Y-%m-%d")}; Python {platform.python_version()}, torch {torch.__version__}
-- {cpu_name()}, {os.cpu_count()} cores; kernel: {cpu.describe()}; isa {args.isa}
-- load average {load_before:.2f} before, {os.getloadavg()[0]:.2f} after (this run included)
-- {args.elements} elements, blocks of {args.block}; {args.repeats} repetitions of kernel and floor in turn,
-  {args.reference_repeats} of the reference; median (quartiles), ratios of medians
-- GB/s counts the floats and frames a call must move; a write-only call also reads what it overwrites, uncounted
-- the floor of encode is torch's in-place add of the float32 error, 12 bytes per element, also for a bfloat16 error
-
-{chr(10).join(rows)}
-
-Two threads against one, both forced. In use the kernel takes one thread per {library.ELEMENTS_PER_THREAD} elements.
-
-{chr(10).join(small)}
-"""
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="bench.py kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(argv: Sequence[str]) -> None:
+    parser = parser_of("kernels", __doc__)
     parser.add_argument("--elements", type=int, default=25_000_000, help="parameters (default: %(default)s)")
     parser.add_argument("--block", type=int, default=256, help="elements per scale (default: %(default)s)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default: 1 2)")
     parser.add_argument("--repeats", type=int, default=40, help="of kernel and floor (default: %(default)s)")
     parser.add_argument("--reference-repeats", type=int, default=5, help="of the reference (default: %(default)s)")
     parser.add_argument("--isa", choices=ISAS, default="auto", help="instruction set (default: the best one)")
-    parser.add_argument("--record", type=record_path, metavar="FILE", help="also write the table there, in Markdown")
     args = parser.parse_args(argv)
-    if not 1 <= args.reference_repeats <= args.repeats:
-        parser.error("--reference-repeats must be between 1 and --repeats")
+    if args.reference_repeats < 1:
+        parser.error(f"--reference-repeats {args.reference_repeats}: at least 1")
     if not cpu.is_built():
         parser.error(cpu.why_not())
-    return args
+    about = here()
+    text = f"""# The C++ kernels on the host
 
+{about}
 
-def main(argv: Sequence[str]) -> None:
-    args = parse(argv)
-    text = record(argv, args)
-    print(text)
-    if args.record is not None:
-        write_record(args.record, text)
+{args.elements} elements, blocks of {args.block}; {args.repeats} repetitions of kernel and floor in turn,
+{args.reference_repeats} of the reference; median (quartiles), ratios of medians.
+Kernel: {cpu.describe()}, isa {args.isa}.
+GB/s counts the floats and frames a call must move; a write-only call also reads what it overwrites, uncounted. The
+floor of encode is torch's in-place add of the float32 error, 12 bytes per element, also for a bfloat16 error.
+
+{table(HEADS, measure(args))}
+
+Two threads against one, both forced. In use the kernel takes one thread per {library.ELEMENTS_PER_THREAD} elements.
+
+{unconditional_sweep(args)}
+"""
+    publish(args, text)

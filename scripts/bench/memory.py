@@ -5,16 +5,15 @@ python scripts/bench.py memory --record scripts/records/memory_2026-11.md
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from provenance import record_path, write_record
+from reports import publish, table
 from train.model import build_model
 
 import onebit
+from bench.record import here, parser_of
 from onebit.comm import SimTransport, run_ranks
 from onebit.optimizer import CompressedOptimizer
 
@@ -51,30 +50,25 @@ def adamw() -> float:
     return sum(t.nbytes for t in tensors) / sum(p.numel() for p in model.parameters())
 
 
+HEADS = ("optimizer", "errors", "ranks", "state, warm-up", "state after", "buffers, warm-up", "buffers after")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.py memory", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--record", type=record_path, metavar="FILE")
-    args = parser.parse_args(argv)
-    lines = [
-        "# Memory of the optimizer",
-        "",
-        f"`python {' '.join(sys.argv)}`",
-        "",
-        "Bytes per parameter and rank, 1.03 M-parameter GPT (padding included), float32 parameters. Buffers: the",
-        "gradient buckets and what is sent and received; DistributedDataParallel has 4 bytes of buckets.",
-        "",
-        "| optimizer | errors | ranks | state, warm-up | state after | buffers, warm-up | buffers after |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        f"| torch.optim.AdamW, onebit.Lamb | | | {adamw():.2f} | {adamw():.2f} | | |",
-    ]
+    args = parser_of("memory", __doc__).parse_args(argv)
+    rows: list[list[object]] = [["torch.optim.AdamW, onebit.Lamb", "", "", f"{adamw():.2f}", f"{adamw():.2f}", "", ""]]
     for name, kind in OPTIMIZERS.items():
         for dtype in (torch.float32, torch.bfloat16):
             for ranks in (1, 2, 4, 8):
                 sizes = run_ranks(ranks, lambda transport, k=kind, d=dtype: measure(transport, k, d))[0]
-                state, buffers, state_after, buffers_after = sizes
-                cells = [f"{x:.2f}" for x in (state, state_after, buffers, buffers_after)]
-                lines.append(f"| {name} | {str(dtype).removeprefix('torch.')} | {ranks} | {' | '.join(cells)} |")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if args.record is not None:
-        write_record(args.record, text)
+                cells = [f"{sizes[k]:.2f}" for k in (0, 2, 1, 3)]
+                rows.append([name, str(dtype).removeprefix("torch."), ranks, *cells])
+    text = f"""# Memory of the optimizer
+
+{here()}
+
+Bytes per parameter and rank, 1.03 M-parameter GPT (padding included), float32 parameters. Buffers: the gradient buckets
+and what is sent and received; DistributedDataParallel has 4 bytes of buckets.
+
+{table(HEADS, rows, names=2)}
+"""
+    publish(args, text)

@@ -24,10 +24,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from provenance import record_path, revision, write_record
+from reports import publish, table
 from torch import nn
 
-from bench.command import COMMAND
+from bench.command import calling
+from bench.record import here, parser_of
 from onebit import zero
 from onebit.zero.offload.plan import OffloadRun, plan
 
@@ -98,8 +99,9 @@ def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> 
     return loss.item()
 
 
-def worker(case: Case, folder: Path) -> dict:
+def worker(args: argparse.Namespace) -> dict:
     """What one process measures."""
+    case, folder = Case(**args.case), Path(args.folder)
     torch.set_num_threads(1)
     warm = stack(1)  # the libraries of a first step are no part of the model's memory
     offload = zero.Offload(warm, torch.optim.AdamW, "gradients", folder, chunk_mb=CHUNK_MB)
@@ -148,7 +150,8 @@ def limited(limit_mb: int) -> Path | None:
 def measure(case: Case, folder: Path) -> dict:
     """Runs a case in a process of its own. "killed": by the limit; "limited": whether there was one."""
     group = limited(case.limit_mb)
-    call = [COMMAND, "offload", "--worker", json.dumps(asdict(case)), "--folder", str(folder)]
+    out = folder / "result.json"
+    call = calling(worker, argparse.Namespace(case=asdict(case), folder=folder), out)
 
     def enter() -> None:
         if group is not None:
@@ -171,7 +174,9 @@ def measure(case: Case, folder: Path) -> dict:
         return facts | {"killed": True}
     if done.returncode != 0:
         raise RuntimeError(f"{case}: {done.stderr[-2000:]}")
-    return facts | {"killed": False} | json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(out.read_text())
+    out.unlink()
+    return facts | {"killed": False} | found
 
 
 def cases(sizes: Sequence[int], limits_mb: Sequence[int], disk_bytes: float = math.inf) -> list[Case]:
@@ -188,72 +193,50 @@ def cases(sizes: Sequence[int], limits_mb: Sequence[int], disk_bytes: float = ma
     return made
 
 
-def report(lines: Sequence[dict], argv: Sequence[str] = ()) -> str:
-    """In Markdown. argv: of the command."""
-    rows = [
-        f"| {x['mode']} | {x['to']} | {x['params'] / 1e6:.0f} | {x['limit_mb'] or '-'} "
-        + (
-            f"| {x['planned'] / 1e6:.0f} | killed | | | |"
-            if x["killed"]
-            else f"| {x['planned'] / 1e6:.0f} | {x['peak'] / 1e6:.0f} | {100 * (x['peak'] / x['planned'] - 1):+.1f} "
-            f"| {x['seconds']:.1f} | {x['waited_s']:.1f} |"
-        )
-        for x in lines
-    ]
-    how = "" if all(x["limited"] for x in lines if x["limit_mb"]) else "No limit could be set here.\n\n"
-    return (
-        f"""# Offload: peak memory, planned and measured
+HEADS = (
+    "mode", "to", "million parameters", "limit, MB", "planned, MB", "peak, MB", "off by, %", "s/step",
+    "waited, s/step",
+)  # fmt: skip
 
-`{" ".join(["python scripts/bench.py offload", *argv])}`,
-{time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__},
-MALLOC_MMAP_THRESHOLD_=1000000: without it glibc keeps freed gradients for later.
+
+def report(lines: Sequence[dict]) -> str:
+    """In Markdown."""
+    rows = []
+    for x in lines:
+        cells = [x["mode"], x["to"], f"{x['params'] / 1e6:.0f}", x["limit_mb"] or "-", f"{x['planned'] / 1e6:.0f}"]
+        if x["killed"]:
+            cells += ["killed", "", "", ""]
+        else:
+            cells += [f"{x['peak'] / 1e6:.0f}", f"{100 * (x['peak'] / x['planned'] - 1):+.1f}"]
+            cells += [f"{x['seconds']:.1f}", f"{x['waited_s']:.1f}"]
+        rows.append(cells)
+    how = "" if all(x["limited"] for x in lines if x["limit_mb"]) else "No limit could be set here. "
+    return f"""# Offload: peak memory, planned and measured
+
+{here()}
 
 {how}AdamW on bfloat16 parameters with float32 masters, chunks of {CHUNK_MB:g} MB. Planned and peak: beside what the
 process held before the model. Limit: of a memory cgroup, for all of the process. "resident" is mode none.
+MALLOC_MMAP_THRESHOLD_=1000000: without it glibc keeps freed gradients for later.
 
-| mode | to | million parameters | limit, MB | planned, MB | peak, MB | off by, % | s/step | waited, s/step |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+{table(HEADS, rows, names=2)}
 """
-        + "\n".join(rows)
-        + "\n"
-    )
-
-
-def _words(sizes: Sequence[int], limits_mb: Sequence[int]) -> list[str]:
-    """Of the command."""
-    layers = [] if tuple(sizes) in (SIZES, QUICK) else ["--layers", *map(str, sizes)]
-    return [*layers, *(["--limit-mb", *map(str, limits_mb)] if limits_mb else [])]
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench.py offload", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--record", type=record_path, metavar="FILE")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary one)")
-    parser.add_argument(
-        "--limit-mb",
-        type=int,
-        nargs="*",
-        default=[1536],
-        metavar="MB",
-        help="for the largest model, each in turn (default: 1536; 6144 takes 36 GB of the disk)",
-    )
-    parser.add_argument(
-        "--layers", type=int, nargs="*", default=SIZES, metavar="N", help="without a limit (default: %(default)s)"
-    )
-    parser.add_argument("--quick", action="store_true", help="one tiny size without a limit")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser = parser_of("offload", __doc__)
+    add = parser.add_argument
+    add("--folder", type=Path, help="on the disk to measure (default: a temporary one)")
+    limits = "for the largest model, each in turn (default: 1536; 6144 takes 36 GB of the disk)"
+    add("--limit-mb", type=int, nargs="*", default=[1536], metavar="MB", help=limits)
+    add("--layers", type=int, nargs="*", default=SIZES, metavar="N", help="without a limit (default: %(default)s)")
+    add("--quick", action="store_true", help="one tiny size without a limit")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
-        if args.worker:
-            print(json.dumps(worker(Case(**json.loads(args.worker)), folder)))
-            return
         sizes, limits_mb = (QUICK, []) if args.quick else (args.layers, args.limit_mb)
         lines = []
         for case in cases(sizes, limits_mb, shutil.disk_usage(folder).free):
             lines.append(measure(case, folder))
             print(json.dumps(lines[-1]), flush=True)
-        text = report(lines, _words(sizes, limits_mb))
-    print(text)
-    if args.record:
-        write_record(args.record, text)
+    publish(args, report(lines))

@@ -18,13 +18,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from provenance import record_path, revision, write_record
+from reports import publish, table
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from train.model import GPT, VOCABULARY, Block, ModelSize
 
 import onebit
 from bench.offload import resident_bytes
+from bench.record import here, parser_of
 from onebit import zero
 from onebit.zero.offload.plan import OffloadRun, plan
 
@@ -181,19 +182,17 @@ def report(x: dict, device: str) -> str:
         "the optimizer's step, on the host": x["step_s"],
         "waiting for copies and files": x["waited_s"],
     }
-    table = "\n".join(f"| {name} | {seconds:.2f} |" for name, seconds in rows.items())
     return f"""# Offload on a GPU
 
-`python scripts/bench.py offload_gpu`, {time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__},
+{here()}
+
 {device}.
 
 {x["params"] / 1e9:.2f} billion parameters in bfloat16 ({x["layers"]} layers of {x["width"]}), {x["tokens"]} tokens,
 {x["optimizer"]}, mode full in {"files" if x["to"] == "files" else "host memory"}. Made and filled in
 {x["filled_s"]:.0f} s.
 
-| what | seconds of a step |
-| --- | ---: |
-{table}
+{table(("what", "seconds of a step"), [(name, f"{seconds:.2f}") for name, seconds in rows.items()])}
 
 Forward and backward take {x["passes_s"] / floor:.2f} times the longest of their floors.
 
@@ -207,7 +206,7 @@ Losses: {", ".join(f"{loss:.3f}" for loss in x["losses"])}.
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench.py offload_gpu", description=__doc__.split("\n\n")[0])
+    parser = parser_of("offload_gpu", __doc__)
     parser.add_argument("--params", type=float, default=13e9)
     parser.add_argument("--width", type=int, default=5120)
     parser.add_argument("--tokens", type=int, default=4096)
@@ -217,12 +216,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--device-gb", type=float, default=32.0, help="the card is capped to so much")
     parser.add_argument("--chunk-mb", type=float, default=64.0)
     parser.add_argument("--folder", type=Path, help="on the disk to use (default: host memory)")
-    parser.add_argument("--record", type=record_path, metavar="FILE")
     args = parser.parse_args(argv)
     found = measure(args)
     print(json.dumps(found))
     device = torch.device(args.device)
-    text = report(found, torch.cuda.get_device_name(device) if device.type == "cuda" else "a rehearsal on the host")
-    print(text)
-    if args.record:
-        write_record(args.record, text)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a rehearsal on the host"
+    publish(args, report(found, name))

@@ -2,32 +2,29 @@
 
 Four hosts (network namespaces) with one rank each: two stages, two replicas of each. The GPT "25m-short" of
 `train/model.py`; every contender runs in the same layout, in one start. Needs root and iproute2; see
-`onebit emulate`. With --worker it is one rank's part of that, which the hosts run.
+`onebit emulate`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from provenance import record_path, write_record
+from reports import publish, table
 from train.corpus import read_corpus
 from train.model import SIZES
 from train.model_layers import build_layers, count_parameters
 from train.run import Windows
 
-from bench.command import words
-from bench.record import describe_machine
+from bench.ranks import need_hosts, on_hosts
+from bench.record import here, parser_of
 from bench.timing import measure, meet
 from onebit import zero
-from onebit.cli.cluster import Cluster, available, parse_rate, sent_on_wire
+from onebit.cli.cluster import parse_rate, sent_on_wire
 from onebit.comm.messages import gather_texts
 from onebit.zero import grid as grids
 
@@ -72,15 +69,14 @@ def config_of(contender: Contender, micro_batches: int) -> dict:
     }
 
 
-def worker(args: argparse.Namespace) -> None:
-    """One rank: the contenders in turn; rank 0 writes what every rank has measured."""
+def worker(args: argparse.Namespace) -> dict[str, dict] | None:
+    """One rank: the contenders in turn; on rank 0 what every rank has measured."""
     torch.set_num_threads(1)
     grid = grids.start(pipe=_STAGES, shard=1, timeout_s=300)
     windows = Windows(read_corpus(), SIZES[args.size].context)
     results = {contender.name: _measure(contender, grid, windows, args) for contender in CONTENDERS}
-    if grid.world.rank == 0:
-        args.out.write_text(json.dumps(results))
     grid.close()
+    return None if grid.world.rank else results
 
 
 def _measure(contender: Contender, grid: grids.Grid, windows: Windows, args: argparse.Namespace) -> dict:
@@ -117,63 +113,41 @@ def _counters(pipeline: zero.pipeline.Pipeline, grid: grids.Grid) -> tuple[int, 
     return pipeline.sent_bytes, grid.transport.sent_bytes, sent_on_wire() or 0
 
 
-def run(network: str, args: argparse.Namespace) -> dict[str, dict]:
-    """Lay the hosts, run the workers on them, take them down. RuntimeError where they fail."""
-    with tempfile.TemporaryDirectory() as folder, Cluster(hosts=4, rate=network) as cluster:
-        out = Path(folder) / "result.json"
-        flags = ["--size", args.size, "--micro-batches", str(args.micro_batches), "--repeats", str(args.repeats)]
-        command = words("pipeline", "--worker", "--out", str(out), *flags)
-        ended = cluster.run(command, launcher="none", timeout_s=1200)
-        if ended.status:
-            raise RuntimeError(f"the pipeline at {network} ended with status {ended.status}")
-        return json.loads(out.read_text())
+HEADS = ("", "s/step", "faster", "MB to the other stage", "to the other replica", "on the wire", "seconds of wire")
 
 
 def report(network: str, results: dict[str, dict], args: argparse.Namespace) -> str:
-    machine, rate = describe_machine(), parse_rate(network)
+    rate, rows = parse_rate(network), []
     base = statistics.median(next(iter(results.values()))["seconds"])
-    model = build_layers(args.size, seed=0)
-    lines = [
-        f"## {network}\n",
-        f"{count_parameters(model):,} parameters, {args.micro_batches} micro-batches of one sequence of "
-        f"{SIZES[args.size].context} bytes per replica and step; medians of {args.repeats}. Bytes: sent by one host of "
-        "the first and of the second stage in a step, activations (or their gradients) to the other stage and the rest "
-        "to the other replica; wire: what its network card has sent, headers included.\n",
-        "| | s/step | faster | MB to the other stage | to the other replica | on the wire | seconds of wire |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
     for name, r in results.items():
         first, second = (next(x for x in r["ranks"] if x["stage"] == k) for k in (0, 1))
         both = [f"{first[key] / 1e6:.2f}, {second[key] / 1e6:.2f}" for key in ("activations", "replicas", "wire")]
         floor = f"{8 * max(first['wire'], second['wire']) / rate:.2f}" if rate else ""
         s = statistics.median(r["seconds"])
-        lines.append(f"| {name} ({r['phase']}) | {s:.2f} | {base / s:.1f} × | {' | '.join(both)} | {floor} |")
-    lines.append(
-        f"\n{machine['date']}, {machine['cpu']}, {machine['cores']} cores for all four hosts, one thread each, torch "
-        f"{machine['torch']}, revision {machine['revision']}, load {machine['load']} before.\n"
-    )
-    return "\n".join(lines)
+        rows.append([f"{name} ({r['phase']})", f"{s:.2f}", f"{base / s:.1f} ×", *both, floor])
+    return f"## {network}\n\n{table(HEADS, rows)}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.py pipeline", description=__doc__.split("\n\n")[0])
+    parser = parser_of("pipeline", __doc__)
     parser.add_argument("--networks", nargs="+", default=["100mbit", "1gbit"], help="rates; none: unshaped")
     parser.add_argument("--size", choices=SIZES, default="25m-short")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--record", type=record_path, metavar="FILE")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.worker:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        worker(args)
-        return
-    if (reason := available()) is not None:
-        raise SystemExit(f"no emulated hosts here: {reason}")
-    command = f"python scripts/bench.py pipeline --networks {' '.join(args.networks)} --repeats {args.repeats}"
-    text = f"# A pipeline times replicas on a slow network\n\n`{command}`\n\n"
-    text += "\n".join(report(network, run(network, args), args) for network in args.networks)
-    print(text)
-    if args.record is not None:
-        write_record(args.record, text)
+    need_hosts()
+    tables = [
+        report(network, on_hosts(worker, args, hosts=4, rate=network, timeout_s=1200), args)
+        for network in args.networks
+    ]
+    text = f"""# A pipeline times replicas on a slow network
+
+{here()}
+
+{count_parameters(build_layers(args.size, seed=0)):,} parameters, {args.micro_batches} micro-batches of one sequence of
+{SIZES[args.size].context} bytes per replica and step; medians of {args.repeats}. All four hosts share the cores, with
+one thread each. Bytes: sent by one host of the first and of the second stage in a step, activations (or their
+gradients) to the other stage and the rest to the other replica; wire: what its network card has sent, headers included.
+
+"""
+    publish(args, text + "\n".join(tables))

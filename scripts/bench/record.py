@@ -1,8 +1,8 @@
-"""What the benchmarks' records share: a file of JSON lines that grows, and the machine, versions and command in it."""
+"""What the benchmarks' records share: the machine, versions and command in them."""
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import platform
 import shlex
@@ -10,33 +10,22 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 
 import torch
-from provenance import ROOT, refuse_dirty_tree, revision
+from provenance import ROOT, add_record, revision
+from reports import append, read_lines
 
 from bench.timing import cpu_name
 from onebit.comm import kernels
 
-
-def read_lines(path: Path) -> list[dict]:
-    """The records of a file of JSON lines; none where there is no file. Lines cut short by a crash are passed over."""
-    lines = []
-    for text in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue
-    return lines
+__all__ = ["append", "describe_machine", "here", "machines", "parser_of", "read_lines"]
 
 
-def append(path: Path, *records: dict) -> None:
-    """Add lines to a file. Raises DirtyTreeError where it is a record and the tree is no commit."""
-    refuse_dirty_tree(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write("\n" if file.tell() else "")  # the last line may have been cut short
-        file.write("".join(json.dumps(record) + "\n" for record in records))
+def parser_of(name: str, about: str) -> argparse.ArgumentParser:
+    """With --record. about: the benchmark's docstring, whose first paragraph is shown."""
+    parser = argparse.ArgumentParser(prog=f"bench.py {name}", description=about.split("\n\n")[0])
+    add_record(parser)
+    return parser
 
 
 def describe_machine(**more: object) -> dict:
@@ -56,6 +45,11 @@ def describe_machine(**more: object) -> dict:
         "revision": revision(),
         **more,
     }
+
+
+def here() -> str:
+    """That line as a sentence of a report."""
+    return _machine(describe_machine())
 
 
 def memory_bytes_per_s(elements: int = 25_000_000, repeats: int = 5) -> float:

@@ -11,25 +11,21 @@ root and iproute2.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import record_path, revision, write_record
+from reports import publish, table
 from torch import Tensor
 
-from bench.command import words
+from bench.ranks import need_hosts, on_hosts
+from bench.record import here, parser_of
 from bench.step import Silent
-from bench.timing import cpu_name, measure
+from bench.timing import measure
 from onebit import comm
-from onebit.cli.cluster import Cluster, available, parse_rate
+from onebit.cli.cluster import parse_rate
 from onebit.comm import Int8Codec, Transport
 from onebit.zero.sequence import Pieces, ring_attention
 from onebit.zero.sequence.sight import Sight
@@ -84,15 +80,14 @@ def acts(args: argparse.Namespace, transport: Transport) -> dict[str, Callable[[
     return {side: both_ways(made[side]) for side in SIDES}
 
 
-def worker(args: argparse.Namespace) -> None:
-    """One rank: the sides in turn; rank 0 writes what was measured as JSON."""
+def worker(args: argparse.Namespace) -> dict[str, dict] | None:
+    """One rank: the sides in turn; on rank 0 what `measure` says of each."""
     transport = comm.init("gloo")
     torch.manual_seed(transport.rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // transport.world_size))
     found = {side: measure(transport, act, args.repeats) for side, act in acts(args, transport).items()}
-    if transport.rank == 0:
-        args.out.write_text(json.dumps(found))
     transport.close()
+    return None if transport.rank else found
 
 
 def expected_bytes(args: argparse.Namespace) -> list[int]:
@@ -108,21 +103,26 @@ def expected_bytes(args: argparse.Namespace) -> list[int]:
     return found
 
 
-def run_network(network: str, args: argparse.Namespace) -> dict[str, dict]:
-    """Lay the hosts, run the workers on them, take them down."""
-    with tempfile.TemporaryDirectory() as folder, Cluster(hosts=args.hosts, rate=network) as cluster:
-        out = Path(folder) / "result.json"
-        sizes = [
-            f"--{name}={getattr(args, name)}" for name in ("tokens", "heads", "groups", "width", "repeats", "hosts")
-        ]
-        run = cluster.run(words("sequence", "--worker", "--out", str(out), *sizes), launcher="none", timeout_s=600)
-        if run.status:
-            raise RuntimeError(f"the workers at {network} ended with status {run.status}")
-        return json.loads(out.read_text())
+def rows_of(network: str, found: dict[str, dict]) -> list[list[str]]:
+    """A row for each side."""
+    rows, rate = [], parse_rate(network)
+    alone = statistics.median(found["alone"]["seconds"])
+    for side in SIDES:
+        its = found[side]
+        seconds, sent, wire = statistics.median(its["seconds"]), its["sent_bytes"], its["wire_payload"]
+        limit = sent * 8 / rate if rate else 0.0
+        hidden = f"{100 * min(1.0, max(0.0, 1 - (seconds - alone) / limit)):.0f}" if limit and side != "alone" else ""
+        cells = [network, side, f"{seconds:.3f}", f"{seconds / alone:.2f}", f"{sent / 1e6:.2f}"]
+        cells += [f"{wire / sent:.3f}" if sent and wire else "", f"{limit:.3f}" if limit else "", hidden]
+        rows.append(cells)
+    return rows
+
+
+HEADS = ("network", "side", "seconds", "times alone", "sent MB", "on the wire", "limit s", "hidden, %")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.py sequence", description=__doc__.split("\n\n")[0])
+    parser = parser_of("sequence", __doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--groups", type=int, default=2, help="key-value heads (default: %(default)s)")
@@ -130,48 +130,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--networks", nargs="+", default=["100mbit", "1gbit", "none"], help="rates; none: unshaped")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--record", type=record_path, metavar="FILE")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.worker:
-        worker(args)
-        return
     if args.tokens % (2 * args.hosts):
         parser.error(f"--tokens {args.tokens}: expected a multiple of {2 * args.hosts}, or gather has unequal rows")
-    if (reason := available()) is not None:
-        raise SystemExit(f"no emulated hosts here: {reason}")
-    rows, formula = [], expected_bytes(args)
-    for network in args.networks:
-        found, rate = run_network(network, args), parse_rate(network)
-        alone = statistics.median(found["alone"]["seconds"])
-        for side in SIDES:
-            its = found[side]
-            seconds, sent, wire = statistics.median(its["seconds"]), its["sent_bytes"], its["wire_payload"]
-            limit = sent * 8 / rate if rate else 0.0
-            hidden = (
-                f"{100 * min(1.0, max(0.0, 1 - (seconds - alone) / limit)):.0f}" if limit and side != "alone" else ""
-            )
-            cells = [network, side, f"{seconds:.3f}", f"{seconds / alone:.2f}", f"{sent / 1e6:.2f}"]
-            cells += [f"{wire / sent:.3f}" if sent and wire else "", f"{limit:.3f}" if limit else "", hidden]
-            rows.append(f"| {' | '.join(cells)} |")
-            sys.stdout.write(rows[-1] + "\n")
-            sys.stdout.flush()
+    need_hosts()
+    measured = {network: on_hosts(worker, args, hosts=args.hosts, rate=network) for network in args.networks}
+    rows, formula = [row for each in measured.items() for row in rows_of(*each)], expected_bytes(args)
     text = f"""# Attention over a split sequence, on emulated Ethernet
 
-`python scripts/bench.py sequence`, {time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__},
-{os.cpu_count()} cores ({cpu_name()}). One causal attention, forward and backward: {args.tokens:,} tokens over
-{args.hosts} hosts, {args.heads} query and {args.groups} key-value heads of width {args.width}, float32. Medians of
-{args.repeats} repetitions, the slowest rank of each; {args.hosts} ranks share the cores. Bytes are rank 0's: by the
-formula {formula[0] / 1e6:.2f} MB, and {sum(formula) / len(formula) / 1e6:.2f} in the mean of all ranks, because
-backward gets keys and values again, where gather keeps all of them. On the wire: payload by the queue's counter over
-that count. Limit: the bytes over the rate.
-Hidden: the share of the limit that does not add to the seconds of computing alone. The
-zigzag's gather needs a table of what is seen, and computes unseen pairs, too: twice the work.
+{here()}
 
-| network | side | seconds | times alone | sent MB | on the wire | limit s | hidden, % |
-| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |
-{chr(10).join(rows)}
+One causal attention, forward and backward: {args.tokens:,} tokens over {args.hosts} hosts, {args.heads} query and
+{args.groups} key-value heads of width {args.width}, float32. Medians of {args.repeats} repetitions, the slowest rank of
+each; {args.hosts} ranks share the cores. Bytes are rank 0's: by the formula {formula[0] / 1e6:.2f} MB, and
+{sum(formula) / len(formula) / 1e6:.2f} in the mean of all ranks, because backward gets keys and values again, but
+gather keeps all of them. On the wire: payload by the queue's counter over that count. Limit: the bytes over the rate.
+Hidden: the share of the limit that does not add to the seconds of computing alone. The zigzag's gather needs a table of
+what is seen, and computes unseen pairs, too: twice the work.
+
+{table(HEADS, rows, names=2)}
 """
-    if args.record is not None:
-        write_record(args.record, text)
+    publish(args, text)

@@ -11,28 +11,23 @@ With several ranks on a host "two levels" lets them divide the heads. Needs root
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import statistics
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from provenance import record_path, revision, write_record
+from reports import panels_of, publish, table
 
-from bench.command import words
-from bench.timing import cpu_name, measure, slowest
+from bench.ranks import need_hosts, on_hosts
+from bench.record import here, parser_of
+from bench.timing import measure, slowest
 from onebit import comm
-from onebit.cli.cluster import Cluster, available
 from onebit.zero.sequence import Pieces, SequenceRanks, ring_attention
 from onebit.zero.sequence.sight import Sight
 
 SIDES = ("all tokens", "window", "two levels")
-_SIZES = ("heads", "groups", "width", "window", "repeats", "hosts", "ranks_per_host", "dense_to")
 
 
 def options_of(side: str, args: argparse.Namespace) -> tuple[int | None, int]:
@@ -40,8 +35,8 @@ def options_of(side: str, args: argparse.Namespace) -> tuple[int | None, int]:
     return (args.window if side == "window" else None), (args.ranks_per_host if side == "two levels" else 1)
 
 
-def worker(args: argparse.Namespace) -> None:
-    """One rank of one side: all lengths, from short to long; rank 0 writes what was measured as JSON."""
+def worker(args: argparse.Namespace) -> list[dict] | None:
+    """One rank of one side: all lengths, from short to long; on rank 0 what was measured."""
     transport = comm.init("gloo")
     torch.manual_seed(transport.rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // transport.world_size))
@@ -54,10 +49,9 @@ def worker(args: argparse.Namespace) -> None:
         at_start = at_start or _peak_bytes()
         its["peak_bytes"] = slowest(transport, _peak_bytes() - at_start)
         found.append(its | {"tokens": length})
-    if transport.rank == 0:
-        args.out.write_text(json.dumps(found[1:]))
     ranks.close()
     transport.close()
+    return None if transport.rank else found[1:]
 
 
 def attention(length: int, ranks: SequenceRanks, window: int | None, args: argparse.Namespace) -> Callable[[], None]:
@@ -88,93 +82,63 @@ def expected_bytes(length: int, side: str, args: argparse.Namespace) -> int:
     return total
 
 
-def run_side(side: str, args: argparse.Namespace) -> list[dict]:
-    """Lay the hosts, run the workers on them, take them down."""
-    with tempfile.TemporaryDirectory() as folder, Cluster(hosts=args.hosts, rate=args.network) as cluster:
-        out = Path(folder) / "result.json"
-        flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in _SIZES]
-        flags += ["--lengths", *map(str, args.lengths), "--side", side, "--out", str(out)]
-        command = words("sequence_lengths", "--worker", *flags)
-        run = cluster.run(command, launcher="none", ranks_per_host=args.ranks_per_host, timeout_s=1800)
-        if run.status:
-            raise RuntimeError(f"the workers of {side!r} ended with status {run.status}")
-        return json.loads(out.read_text())
-
-
 def draw(found: dict[str, list[dict]], file: Path) -> None:
     """Three panels against tokens: seconds, bytes and memory."""
-    import matplotlib
+    titles = ("seconds", "MB sent by a host", "peak memory of a rank, MB")
+    with panels_of(file, titles, xscale="log", yscale="log", xlabel="tokens") as panels:
+        for side, rows in found.items():
+            tokens = [row["tokens"] for row in rows]
+            panels[0].plot(tokens, [statistics.median(row["seconds"]) for row in rows], "o-", label=side)
+            panels[1].plot(tokens, [row["wire_payload"] / 1e6 for row in rows], "o-", label=side)
+            panels[2].plot(tokens, [row["peak_bytes"] / 1e6 for row in rows], "o-", label=side)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    for side, rows in found.items():
-        tokens = [row["tokens"] for row in rows]
-        panels[0].plot(tokens, [statistics.median(row["seconds"]) for row in rows], "o-", label=side)
-        panels[1].plot(tokens, [row["wire_payload"] / 1e6 for row in rows], "o-", label=side)
-        panels[2].plot(tokens, [row["peak_bytes"] / 1e6 for row in rows], "o-", label=side)
-    for panel, name in zip(panels, ("seconds", "MB sent by a host", "peak memory of a rank, MB"), strict=True):
-        panel.set(xscale="log", yscale="log", xlabel="tokens", title=name)
-        panel.grid(alpha=0.3)
-    panels[0].legend()
-    figure.savefig(file, dpi=100)
-    plt.close(figure)
+def rows_of(side: str, found: list[dict], args: argparse.Namespace) -> list[list[str]]:
+    """A row for each length."""
+    rows = []
+    for row in found:
+        expected = expected_bytes(row["tokens"], side, args)
+        cells = [side, f"{row['tokens']:,}", f"{statistics.median(row['seconds']):.3f}"]
+        cells += [f"{row['wire_payload'] / 1e6:.2f}", f"{expected / 1e6:.2f}", f"{row['peak_bytes'] / 1e6:.0f}"]
+        rows.append(cells)
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.py sequence_lengths", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536, 131072])
-    parser.add_argument(
-        "--dense-to", type=int, default=32768, help="tokens, for all that see all (default: %(default)s)"
-    )
-    parser.add_argument("--window", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--groups", type=int, default=2, help="key-value heads (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--ranks-per-host", type=int, default=1)
-    parser.add_argument("--network", default="100mbit", help="rate of each link; none: unshaped (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--record", type=record_path, metavar="FILE")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser = parser_of("sequence_lengths", __doc__)
+    add = parser.add_argument
+    add("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536, 131072])
+    add("--dense-to", type=int, default=32768, help="tokens, for all that see all (default: %(default)s)")
+    add("--window", type=int, default=1024)
+    add("--heads", type=int, default=8)
+    add("--groups", type=int, default=2, help="key-value heads (default: %(default)s)")
+    add("--width", type=int, default=64)
+    add("--hosts", type=int, default=4)
+    add("--ranks-per-host", type=int, default=1)
+    add("--network", default="100mbit", help="rate of each link; none: unshaped (default: %(default)s)")
+    add("--repeats", type=int, default=3)
     args = parser.parse_args(argv)
     args.lengths = sorted(args.lengths)
-    if args.worker:
-        worker(args)
-        return
-    if (reason := available()) is not None:
-        raise SystemExit(f"no emulated hosts here: {reason}")
-    found, lines = {}, []
+    need_hosts()
+    found, where = {}, {"hosts": args.hosts, "rate": args.network, "ranks_per_host": args.ranks_per_host}
     for side in SIDES if args.ranks_per_host > 1 else SIDES[:2]:
-        found[side] = run_side(side, args)
-        for row in found[side]:
-            expected = expected_bytes(row["tokens"], side, args)
-            cells = [f"{row['tokens']:,}", side, f"{statistics.median(row['seconds']):.3f}"]
-            cells += [f"{row['wire_payload'] / 1e6:.2f}", f"{expected / 1e6:.2f}", f"{row['peak_bytes'] / 1e6:.0f}"]
-            lines.append(f"| {' | '.join(cells)} |")
-            sys.stdout.write(lines[-1] + "\n")
-            sys.stdout.flush()
-    if args.record is None:
-        return
-    picture = args.record.with_suffix(".png")
-    draw(found, picture)
-    layout = f"{args.hosts} hosts of {args.ranks_per_host} rank{'s' * (args.ranks_per_host > 1)}"
+        asked = argparse.Namespace(**vars(args), side=side)
+        found[side] = on_hosts(worker, asked, **where, timeout_s=1800)
+    rows = [row for side, its in found.items() for row in rows_of(side, its, args)]
     text = f"""# Attention over longer and longer sequences, on emulated Ethernet
 
-`python scripts/bench.py sequence_lengths {" ".join(argv or [])}`, {time.strftime("%Y-%m-%d")}, revision {revision()},
-torch {torch.__version__}, {os.cpu_count()} cores ({cpu_name()}), {layout}, {args.network}. One causal attention,
+{here()}
+
+{args.hosts} hosts of {args.ranks_per_host} rank{"s" * (args.ranks_per_host > 1)}, {args.network}. One causal attention,
 forward and backward, {args.heads} query and {args.groups} key-value heads of width {args.width}, float32; windows of
 {args.window:,} tokens. Medians of {args.repeats} repetitions, the slowest rank of each; all ranks share the cores.
 Payload is that of the first host's card, and beside it the formula's. Memory is the most that a rank has had so far,
 above what it had after 1,024 tokens.
 
-| tokens | side | seconds | sent MB | formula MB | peak MB |
-| ---: | --- | ---: | ---: | ---: | ---: |
-{chr(10).join(lines)}
-
-![seconds, bytes and memory against tokens]({picture.name})
+{table(("side", "tokens", "seconds", "sent MB", "formula MB", "peak MB"), rows)}
 """
-    write_record(args.record, text)
+    if args.record is not None:
+        picture = args.record.with_suffix(".png")
+        draw(found, picture)
+        text += f"\n![seconds, bytes and memory against tokens]({picture.name})\n"
+    publish(args, text)

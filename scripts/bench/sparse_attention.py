@@ -12,22 +12,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from provenance import record_path, revision, write_record
+from reports import panels_of, publish, table
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.command import words
-from bench.timing import Timing
+from bench.command import calling
+from bench.record import here, parser_of
+from bench.timing import Timing, in_turn
 from onebit.zero.sparse_attention import SparsityConfig, build_layout, sparse_attention
 
 DENSE = "dense"
@@ -37,8 +39,6 @@ LAYOUTS = {
     "bigbird": SparsityConfig(mode="bigbird", block=64, num_sliding_window_blocks=3, attention=_CAUSAL),
     "fixed": SparsityConfig(mode="fixed", block=16, num_local_blocks=16, attention=_CAUSAL),
 }
-TARGET = 3.0
-AIM = 32_768  # tokens of a window's layout in the time of dense attention's 4,096
 _ASKED = 4096
 Measured = Mapping[str, Mapping[str, Sequence[float]]]
 
@@ -60,18 +60,17 @@ def attend(side: str, heads: int, features: int, length: int) -> Callable[[], ob
     return call
 
 
-def in_turn(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each, on the clock and of the processor, after one call to warm up."""
-    found: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in calls}
-    for call in calls.values():
-        call()
-    for _ in range(repeats):
-        for name, call in calls.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            call()
-            found[name]["cpu"].append(time.process_time() - cpu)
-            found[name]["wall"].append(time.perf_counter() - wall)
-    return found
+def clocks(call: Callable[[], object]) -> tuple[float, float]:
+    """Seconds on the clock and of the processor."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    call()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def timed(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, tuple[float, ...]]]:
+    """Seconds of each in turn, by both clocks."""
+    found = in_turn(calls, repeats, clocks)
+    return {name: dict(zip(("wall", "cpu"), zip(*pairs, strict=True), strict=True)) for name, pairs in found.items()}
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
@@ -89,60 +88,52 @@ def _most_bytes() -> int:
 # ---------------------------------------------------------------- processes
 
 
-def work(args: argparse.Namespace) -> None:
-    """One process's part, as JSON on standard output."""
+def work(args: argparse.Namespace) -> object:
+    """What one process measures: "time" of all sides, "memory" of one, or "windows"."""
     torch.set_num_threads(args.threads)
     shape = args.heads, args.features
-    if args.worker == "memory":
+    if args.what == "memory":
         attend(args.side, *shape, 2 * max(config.block for config in LAYOUTS.values()))()  # loads the libraries
-        print(json.dumps(peak_bytes(attend(args.side, *shape, args.length))))
-    elif args.worker == "time":
+        return peak_bytes(attend(args.side, *shape, args.length))
+    if args.what == "time":
         sides = [*([DENSE] if args.length <= args.dense_up_to else []), *LAYOUTS]
-        print(json.dumps(in_turn({side: attend(side, *shape, args.length) for side in sides}, args.repeats)))
-    else:
-        calls = {DENSE: attend(DENSE, *shape, _ASKED)}
-        calls |= {str(length): attend("window", *shape, length) for length in args.windows}
-        print(json.dumps(in_turn(calls, args.repeats)))
+        return timed({side: attend(side, *shape, args.length) for side in sides}, args.repeats)
+    calls = {DENSE: attend(DENSE, *shape, _ASKED)}
+    calls |= {str(length): attend("window", *shape, length) for length in args.windows}
+    return timed(calls, args.repeats)
 
 
-def ask(args: argparse.Namespace, worker: str, *more: str) -> object:
-    """What a process of its own says."""
-    same = ["--threads", str(args.threads), "--heads", str(args.heads), "--features", str(args.features)]
-    same += [
-        "--repeats",
-        str(args.repeats),
-        "--dense-up-to",
-        str(args.dense_up_to),
-        "--windows",
-        *map(str, args.windows),
-    ]
-    command = words("sparse_attention", "--worker", worker, *same, *more)
-    environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if run.returncode:
-        raise RuntimeError(f"{shlex.join(command)} ended with {run.returncode}:\n{run.stderr}")
-    found: object = json.loads(run.stdout.splitlines()[-1])
-    return found
+def ask(args: argparse.Namespace, what: str, length: int = 0, side: str = "") -> Any:
+    """`work` in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        asked = argparse.Namespace(**vars(args), what=what, length=length, side=side)
+        command = [sys.executable, *calling(work, asked, out)]
+        environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise RuntimeError(f"{shlex.join(command)} ended with {run.returncode}:\n{run.stderr}")
+        return json.loads(out.read_text())
 
 
 # ---------------------------------------------------------------- the report
 
 
-def table(times: Mapping[int, Measured], peaks: Mapping[int, Mapping[str, int]], heads: int) -> list[str]:
+HEADS = ("tokens", "attention", "density", "ms", "CPU ms", "times dense's speed", "by CPU time", "peak MB")
+
+
+def rows_of(
+    times: Mapping[int, Measured], peaks: Mapping[int, Mapping[str, int]], heads: int
+) -> Iterator[list[object]]:
     """A row for each length and side."""
-    lines = ["| tokens | attention | density | ms | CPU ms | times dense's speed | by CPU time | peak MB |"]
-    lines.append("|---:|---|---:|---:|---:|---:|---:|---:|")
     for length, found in times.items():
         for side, seconds in found.items():
-            wall, cpu = Timing.of(seconds["wall"]), Timing.of(seconds["cpu"])
-            faster, by_cpu = "", ""
+            faster = ["", ""]
             if DENSE in found and side != DENSE:
-                faster, by_cpu = (f"{ratio(found, side, clock):.1f}" for clock in ("wall", "cpu"))
-            density = 1.0 if side == DENSE else build_layout(LAYOUTS[side], heads, length).density
-            shown = "" if side == DENSE else f"{density:.3f}"
+                faster = [f"{ratio(found, side, clock):.1f}" for clock in ("wall", "cpu")]
+            shown = "" if side == DENSE else f"{build_layout(LAYOUTS[side], heads, length).density:.3f}"
             peak = f"{peaks[length][side] / 1e6:.0f}" if side in peaks[length] else ""
-            lines.append(f"| {length} | {side} | {shown} | {wall} | {cpu} | {faster} | {by_cpu} | {peak} |")
-    return lines
+            yield [length, side, shown, Timing.of(seconds["wall"]), Timing.of(seconds["cpu"]), *faster, peak]
 
 
 def ratio(found: Measured, side: str, clock: str = "wall") -> float:
@@ -159,59 +150,41 @@ def longest(found: Measured, clock: str) -> int:
 
 def draw(times: Mapping[int, Measured], peaks: Mapping[int, Mapping[str, int]], file: Path) -> None:
     """Two panels: seconds, and peak memory, against tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for side, colour in zip((DENSE, *LAYOUTS), ("#333333", "#0072b2", "#009e73", "#d55e00"), strict=True):
-        timed = [length for length in times if side in times[length]]
-        left.plot(timed, [Timing.of(times[n][side]["wall"]).median / 1e3 for n in timed], "o-", c=colour, label=side)
-        held = [length for length in peaks if side in peaks[length]]
-        right.plot(held, [peaks[n][side] / 1e6 for n in held], "o-", c=colour, label=side)
-    for panel, name in ((left, "seconds, forward and backward"), (right, "peak memory of a call, MB")):
-        panel.set(xscale="log", yscale="log", xlabel="tokens", title=name)
-        panel.set_xticks(list(times), [str(n) for n in times])
-        panel.minorticks_off()
-        panel.grid(alpha=0.3)
-    left.legend()
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    titles = ("seconds, forward and backward", "peak memory of a call, MB")
+    with panels_of(file, titles, (5, 4), xscale="log", yscale="log", xlabel="tokens") as (left, right):
+        for side, colour in zip((DENSE, *LAYOUTS), ("#333333", "#0072b2", "#009e73", "#d55e00"), strict=True):
+            at = [length for length in times if side in times[length]]
+            left.plot(at, [Timing.of(times[n][side]["wall"]).median / 1e3 for n in at], "o-", c=colour, label=side)
+            held = [length for length in peaks if side in peaks[length]]
+            right.plot(held, [peaks[n][side] / 1e6 for n in held], "o-", c=colour, label=side)
 
 
-def report(argv: Sequence[str], args: argparse.Namespace, figure: Path | None) -> str:
+def report(args: argparse.Namespace, figure: Path | None) -> str:
     times, peaks = {}, {}
     for length in args.lengths:
-        times[length] = ask(args, "time", "--length", str(length))
-        sides = list(times[length])
-        peaks[length] = {s: ask(args, "memory", "--length", str(length), "--side", s) for s in sides}
+        times[length] = ask(args, "time", length)
+        peaks[length] = {side: ask(args, "memory", length, side) for side in times[length]}
     windows = ask(args, "windows")
     if figure is not None:
         draw(times, peaks, figure)
-    picture = [] if figure is None else [f"![seconds and memory against length]({figure.name})", ""]
+    picture = "" if figure is None else f"\n![seconds and memory against length]({figure.name})\n"
     reached = {clock: longest(windows, clock) for clock in ("wall", "cpu")}
-    return "\n".join([
-        "# Block-sparse attention against dense attention",
-        "",
-        f"- command: `python scripts/bench.py sparse_attention {shlex.join(argv)}`",
-        f"- commit {revision()}, {time.strftime('%Y-%m-%d')}; Python {platform.python_version()}, torch "
-        f"{torch.__version__}; {platform.machine()}, {os.cpu_count()} cores, {args.threads} threads",
-        f"- one sequence, {args.heads} heads of {args.features}, float32, unidirectional; forward and backward; "
-        f"{args.repeats} calls in turn, median (quartiles)",
-        "- peak MB: what one call adds to its process",
-        "",
-        *table(times, peaks, args.heads),
-        "",
-        *picture,
-        f"In the time that dense attention takes for {_ASKED:,} tokens, a window's layout takes {reached['wall']:,} "
-        f"({reached['cpu']:,} by CPU time), of {', '.join(f'{n:,}' for n in args.windows)} tried.",
-        "",
-    ])  # fmt: skip
+    return f"""# Block-sparse attention against dense attention
+
+{here()}
+
+One sequence, {args.heads} heads of {args.features}, float32, unidirectional; forward and backward, {args.threads}
+threads; {args.repeats} calls in turn, median (quartiles). Peak MB: what one call adds to its process.
+
+{table(HEADS, rows_of(times, peaks, args.heads))}
+{picture}
+In the time that dense attention takes for {_ASKED:,} tokens, a window's layout takes {reached["wall"]:,}
+({reached["cpu"]:,} by CPU time), of {", ".join(f"{n:,}" for n in args.windows)} tried.
+"""
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench.py sparse_attention", description=__doc__.split("\n\n")[0])
+    parser = parser_of("sparse_attention", __doc__)
     add = parser.add_argument
     add("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384, 32768], help="tokens")
     add("--dense-up-to", type=int, default=8192, metavar="TOKENS", help="dense attention is not measured above")
@@ -221,15 +194,5 @@ def main(argv: Sequence[str]) -> None:
     add("--features", type=int, default=64, help="of a head")
     add("--threads", type=int, default=os.cpu_count() or 1)
     add("--repeats", type=int, default=7)
-    add("--record", type=record_path, metavar="FILE", help="write the text there, and the plot beside it")
-    add("--worker", choices=("time", "memory", "windows"), help=argparse.SUPPRESS)
-    add("--length", type=int, help=argparse.SUPPRESS)
-    add("--side", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.worker is not None:
-        work(args)
-        return
-    text = report(argv, args, None if args.record is None else args.record.with_suffix(".png"))
-    print(text)
-    if args.record is not None:
-        write_record(args.record, text)
+    publish(args, report(args, None if args.record is None else args.record.with_suffix(".png")))

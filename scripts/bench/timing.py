@@ -5,15 +5,17 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from onebit.cli.cluster import INTERFACE, QueueCounters, read_queue, sent_on_wire
 from onebit.comm import Transport
 
+Name, Measured = TypeVar("Name"), TypeVar("Measured")
 HEADERS = 14 + 20 + 32  # Ethernet, IPv4, TCP with timestamps: bytes per packet that are not payload
 
 
@@ -39,6 +41,25 @@ def seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+def in_turn(
+    calls: Mapping[Name, Callable[[], object]],
+    repeats: int,
+    clock: Callable[[Callable[[], object]], Measured] = seconds,
+) -> dict[Name, list[Measured]]:
+    """What `clock` measures of each call, one of every side after the other: other load meets all of them.
+
+    clock: calls, and returns seconds or what else it measures. A first call of each, which touches memory, is not
+    counted.
+    """
+    for call in calls.values():
+        call()
+    found: dict[Name, list[Measured]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            found[name].append(clock(call))
+    return found
 
 
 def cpu_name() -> str:

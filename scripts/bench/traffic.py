@@ -9,21 +9,19 @@ four; what the network moves is not counted. Exact and the same on every machine
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import dataclasses
-import platform
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from provenance import record_path, write_record
+from reports import publish, table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onebit
+from bench.record import here, parser_of
 from bench.step import Silent, skip_warmup
 from onebit.comm import Work, kernels
 
@@ -183,33 +181,23 @@ def _soon(optimizer: onebit.OnebitLamb) -> onebit.OnebitLamb:
     return optimizer
 
 
-def report(counts: dict[str, dict[str, float]], elements: int) -> str:
-    """The record, in Markdown."""
-    text = f"""\
-# Memory traffic of a step
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of("traffic", __doc__)
+    parser.add_argument("--elements", type=int, default=1 << 22)
+    args = parser.parse_args(argv)
+    rows = []
+    for name, make in cases().items():
+        by_operation = count(make, args.elements)
+        parts = ", ".join(f"{operation} {number:.2f}" for operation, number in by_operation.items())
+        rows.append([name, f"**{sum(by_operation.values()):.1f}**", parts])
+    text = f"""# Memory traffic of a step
 
-`python {" ".join(sys.argv)}`
+{here()}
 
 Bytes per parameter and step of one rank of {WORLD_SIZE}, float32 parameters and gradients, after warm-up, without what
-the network moves; {elements:,} parameters. torch {torch.__version__}, Python {platform.python_version()}. Every
-operation counts the bytes of its operands. For comparison: DeepSpeed 0.19.6's compressed all-reduce alone moves 206
-bytes per element, and Adam's arithmetic comes on top.
+the network moves; {args.elements:,} parameters. Every operation counts the bytes of its operands. For comparison:
+DeepSpeed 0.19.6's compressed all-reduce alone moves 206 bytes per element, and Adam's arithmetic comes on top.
 
-| optimizer | bytes per parameter and step | of these |
-| --- | --- | --- |
+{table(("optimizer", "bytes per parameter and step", "of these"), rows, names=3)}
 """
-    for name, by_operation in counts.items():
-        parts = ", ".join(f"{operation} {number:.2f}" for operation, number in by_operation.items())
-        text += f"| {name} | **{sum(by_operation.values()):.1f}** | {parts} |\n"
-    return text
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.py traffic", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--elements", type=int, default=1 << 22)
-    parser.add_argument("--record", type=record_path, metavar="FILE")
-    args = parser.parse_args(argv)
-    text = report({name: count(make, args.elements) for name, make in cases().items()}, args.elements)
-    print(text)
-    if args.record is not None:
-        write_record(args.record, text)
+    publish(args, text)

@@ -13,31 +13,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import record_path, revision, write_record
+from provenance import add_record, revision
+from reports import publish, table
 from train.model import SIZES, VOCABULARY, build_model
 
 from bench import peer_deepspeed
-from bench.command import COMMAND
+from bench.command import on_loopback
 
 RANKS, WARM = 2, 4
 SIDES = ("onebit", "deepspeed")
 CASES = [(stage, dtype) for stage in (1, 2, 3) for dtype in ("float32", "bfloat16")]
 
 
-def worker(args: argparse.Namespace) -> None:
-    """One rank; rank 0 writes."""
+def worker(args: argparse.Namespace) -> dict[str, float] | None:
+    """One rank; on rank 0 what it measured."""
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints
         if args.side == "deepspeed":
@@ -46,10 +43,10 @@ def worker(args: argparse.Namespace) -> None:
         else:
             from onebit import zero as engine_of  # type: ignore[no-redef]
         found = train(engine_of, args)
-    if torch.distributed.get_rank() == 0:
-        args.out.write_text(json.dumps(found))
+    rank = torch.distributed.get_rank()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()  # a Python that ends with Gloo's threads may abort
+    return None if rank else found
 
 
 def train(engine_of: Any, args: argparse.Namespace) -> dict[str, float]:
@@ -102,18 +99,9 @@ def _status(name: str) -> int:
 
 def measure(side: str, stage: int, dtype: str, args: argparse.Namespace) -> dict[str, float]:
     """Start the ranks of one case."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        start = peer_deepspeed.python() if side == "deepspeed" else [*peer_deepspeed.with_allocator(), sys.executable]
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        flags = ["--worker", "--side", side, "--stage", str(stage), "--dtype", dtype, "--out", str(out)]
-        flags += ["--size", args.size, "--batch", str(args.batch), "--steps", str(args.steps), "--clip", str(args.clip)]
-        command = [*start, *launch, COMMAND, "zero_deepspeed", *flags]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
-        if ended.returncode != 0:
-            raise SystemExit(f"{ended.stderr[-4000:]}\n{side}, stage {stage}, {dtype}: ended with {ended.returncode}")
-        return json.loads(out.read_text())
+    asked = argparse.Namespace(**vars(args) | {"side": side, "stage": stage, "dtype": dtype})
+    python = peer_deepspeed.python() if side == "deepspeed" else [*peer_deepspeed.with_allocator(), sys.executable]
+    return on_loopback(worker, asked, RANKS, python)
 
 
 def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -127,21 +115,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side (default: %(default)s)")
     parser.add_argument("--clip", type=float, default=1.0, help="gradient_clipping (default: %(default)s)")
-    parser.add_argument("--record", type=record_path, metavar="FILE")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--dtype", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    add_record(parser)
     args = parser.parse_args(argv)
-    if args.worker:
-        worker(args)
-        return
     if why := peer_deepspeed.why_not_prepared():
         raise SystemExit(why)
-    heads = ("stage", "dtype", *("seconds", "DeepSpeed's", "ratio"), *("peak MB", "DeepSpeed's", "ratio"))
-    heads += ("loss", "DeepSpeed's")
-    rows = [f"| {' | '.join(heads)} |", "| ---: | --- |" + " ---: |" * (len(heads) - 2)]
+    beside = [head for name in ("seconds", "peak MB") for head in (name, "DeepSpeed's", "ratio")]
+    heads = ("stage", "dtype", *beside, "loss", "DeepSpeed's")
+    rows = []
     for stage, dtype in CASES:
         runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
         for _ in range(args.rounds):
@@ -152,9 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for key, form in (("seconds", ".3f"), ("peak_mb", ".0f")):
             cells += [f"{ours[key]:{form}}", f"{theirs[key]:{form}}", f"{ours[key] / theirs[key]:.2f}"]
         cells += [f"{side['loss']:.4f}" for side in (ours, theirs)]
-        rows.append(f"| {' | '.join(cells)} |")
-        sys.stdout.write(rows[-1] + "\n")
-        sys.stdout.flush()
+        rows.append(cells)
     text = f"""# Stages 1 to 3 beside DeepSpeed 0.19.6 on CPU
 
 `python scripts/bench.py zero_deepspeed`, {time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__}.
@@ -164,7 +142,6 @@ DeepSpeed takes as long). DeepSpeed averages gradients in bfloat16 if it compute
 Medians of {args.rounds} runs of {args.steps} steps, in turn. Peak: the largest resident set of a rank, less that after
 a step of two parameters.
 
-{chr(10).join(rows)}
+{table(heads, rows, names=2)}
 """
-    if args.record is not None:
-        write_record(args.record, text)
+    publish(args, text)

@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from provenance import record_path, revision, write_record
+from reports import publish, table
 from torch import Tensor, nn
 from train.model import SIZES, VOCABULARY, build_model
 
-from bench.command import COMMAND
+from bench.command import on_loopback
+from bench.record import here, parser_of
 from onebit import zero
 from onebit.model_parallel import local
 from onebit.zero.plan import Run, plan
@@ -59,15 +55,15 @@ class WithLoss(nn.Module):
         return self.model.loss(windows)
 
 
-def worker(size: str, out: Path) -> None:
-    """One rank: count every case, and let rank 0 write."""
+def worker(args: argparse.Namespace) -> list[dict] | None:
+    """One rank: count every case; on rank 0 what it counted."""
     torch.set_num_threads(1)
     grids = {per_node: zero.grid.start(shard=per_node) for per_node in {case[3] for case in CASES}}
-    found = [count(case, size, grids[case[3]]) for case in CASES]
-    if grids[1].world.rank == 0:
-        out.write_text(json.dumps(found))
+    found = [count(case, args.size, grids[case[3]]) for case in CASES]
+    rank = grids[1].world.rank
     for grid in grids.values():
         grid.close()
+    return None if rank else found
 
 
 def count(case: Sequence, size: str, grid: zero.grid.Grid) -> dict[str, float]:
@@ -138,47 +134,31 @@ def counted() -> int:
     return sum(storages.values())
 
 
+HEADS = (
+    "optimizer", "stage", "ranks per node", "parameters", "gradients", "state", "state, by the estimator",
+    "all tensors after backward", "after the step", "seconds of a step",
+)  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.py zero_memory", description=__doc__.split("\n\n")[0])
+    parser = parser_of("zero_memory", __doc__)
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--record", type=record_path, metavar="FILE")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.worker:
-        worker(args.size, args.out)
-        return
-    heads = (
-        "optimizer", "stage", "ranks per node", "parameters", "gradients", "state", "state, by the estimator",
-        "all tensors after backward", "after the step", "seconds of a step",
-    )  # fmt: skip
-    rows = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1)]
-    rows += [row(case, found) for case, found in zip(CASES, measured(args.size), strict=True)]
+    rows = [row(*each) for each in zip(CASES, on_loopback(worker, args, RANKS), strict=True)]
     text = f"""# Memory of the engine, per rank
 
-`python scripts/bench.py zero_memory`, {time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__}.
+{here()}
+
 GPT `{args.size}`, {RANKS} ranks over Gloo, bfloat16, errors in bfloat16, after {STEPS} steps (the one-bit optimizers
 compress by then). Bytes per parameter of the model; the columns "all tensors" count every storage once, wire buffers,
 buckets and gathered copies included. Seconds are medians over {STEPS - 1} steps.
 
-{chr(10).join(rows)}
+{table(HEADS, rows)}
 """
-    sys.stdout.write(text)
-    if args.record is not None:
-        write_record(args.record, text)
+    publish(args, text)
 
 
-def measured(size: str) -> list[dict]:
-    """Start the ranks; what rank 0 counted, by case."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "counted.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        call = [COMMAND, "zero_memory", "--worker", "--size", size, "--out", str(out)]
-        subprocess.run([*command, *call], check=True, timeout=600)
-        return json.loads(out.read_text())
-
-
-def row(case: Sequence, found: dict) -> str:
+def row(case: Sequence, found: dict) -> list[object]:
     optimizer, name, stage, per_node = case
     run = replace(Run(1e6, RANKS // per_node, per_node), error_bytes=2)
     expected = plan(run, name, stage)
@@ -186,5 +166,4 @@ def row(case: Sequence, found: dict) -> str:
     columns = ("parameters", "gradients", "state", "after backward", "after the step")
     cells = [f"{found[column]:.2f}" for column in columns]
     cells.insert(3, f"{expected.state:.2f}")
-    cells.append(f"{found['seconds']:.3f}")
-    return f"| {name if name.startswith('sharded') else optimizer} | {stage} | {per_node} | {' | '.join(cells)} |"
+    return [name if name.startswith("sharded") else optimizer, stage, per_node, *cells, f"{found['seconds']:.3f}"]

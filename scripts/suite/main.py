@@ -25,8 +25,9 @@ from pathlib import Path
 from bench import step as bench_step
 from bench.collective import BF16, FP32, ONE_BIT, run_workers
 from bench.command import words
-from bench.record import append, describe_machine, read_lines
+from bench.record import describe_machine
 from provenance import add_results, write_record
+from reports import append, read_lines
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from onebit.cli.cluster import TIMED_OUT, Cluster, available
@@ -79,7 +80,7 @@ def _run_collective(
 ) -> tuple[dict[str, dict], str | None]:
     options = {"elements": args.elements, "repeats": args.repeats, "budget_s": args.budget_s, "timeout_s": STUCK_S}
     try:
-        measured = run_workers(cluster, transport, sides=[SIDES[name] for name in contenders], **options)
+        measured = run_workers(cluster, transport, [SIDES[name] for name in contenders], **options)
     except RuntimeError as error:
         return {}, str(error)
     return {name: measured[SIDES[name]] for name in contenders}, None

@@ -1,4 +1,4 @@
-"""What suite.py's lines say: a table per network with ratios and physical limits, the targets, a figure."""
+"""What the suite's lines say: a table per network with ratios and physical limits, and a figure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.record import machines
+from reports import table
 from train.model import SIZES, build_model
 
 from onebit.cli.cluster import parse_rate
@@ -149,7 +150,6 @@ def _report(lines: Sequence[dict], setting: Setting) -> Iterator[str]:
         yield f"## {NAMES.get(network, network)}"
         yield ""
         yield from _table([row for row in rows if row.network == network])
-    yield from _targets(rows)
 
 
 def _explanation(setting: Setting) -> Iterator[str]:
@@ -198,10 +198,8 @@ _HEADINGS = (
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
-    yield f"| {' | '.join(_HEADINGS)} |"
-    yield "| --- |" + " --- |" * (len(_HEADINGS) - 1)
-    for row in sorted(rows, key=lambda row: (row.what, -row.hosts, row.s)):
-        yield _line(row, _find(rows, row.what, BASELINE[row.what], row.hosts))
+    ordered = sorted(rows, key=lambda row: (row.what, -row.hosts, row.s))
+    yield table(_HEADINGS, (_cells(row, _find(rows, row.what, BASELINE[row.what], row.hosts)) for row in ordered), 3)
     yield ""
 
 
@@ -209,8 +207,8 @@ def _find(rows: Sequence[Row], what: str, contender: str, hosts: int) -> Row | N
     return next((r for r in rows if (r.what, r.contender, r.hosts) == (what, contender, hosts)), None)
 
 
-def _line(row: Row, baseline: Row | None) -> str:
-    cells = [
+def _cells(row: Row, baseline: Row | None) -> list[str]:
+    return [
         str(row.hosts),
         row.what,
         f"**{row.contender}**" if row.is_ours else row.contender,
@@ -226,60 +224,10 @@ def _line(row: Row, baseline: Row | None) -> str:
         _form(row.limit_s and row.s / row.limit_s, ".2f"),
         _form(row.exposed_s, ".3f"),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def _form(value: float | None, form: str, unit: str = "") -> str:
     return "" if value is None else f"{value:{form}}{unit}"
-
-
-# ---------------------------------------------------------------- targets
-
-
-def _targets(rows: Sequence[Row]) -> Iterator[str]:
-    """What we set out to reach, on 4 hosts and in a world of one, and whether these rows do."""
-    checks = [check for check in (*_compute(rows), *_checks([row for row in rows if row.hosts == 4])) if check]
-    if not checks:
-        return
-    yield "## Targets"
-    yield ""
-    yield "| target | measured | |"
-    yield "| --- | --- | --- |"
-    for target, measured, is_met in checks:
-        yield f"| {target} | {measured} | {'met' if is_met else '**missed**'} |"
-    yield ""
-
-
-def _compute(rows: Sequence[Row]) -> Iterator[tuple[str, str, bool]]:
-    """The collective's arithmetic alone: a world of one does all of it and sends nothing."""
-    alone = [row for row in rows if row.hosts == 1]
-    peer = _find(alone, "collective", "deepspeed compressed_allreduce", 1)
-    for row in alone:
-        if peer is not None and row.what == "collective" and row.is_ours:
-            target = f"{row.contender}, one rank alone: at least 8 × less compute than {peer.contender}"
-            yield target, f"{peer.s / row.s:.1f} ×", peer.s >= 8 * row.s
-
-
-def _checks(rows: Sequence[Row]) -> Iterator[tuple[str, str, bool] | None]:
-    for network, most in (("100mbit", 1.15), ("1gbit", 1.5)):
-        for row in rows:
-            if (row.what, row.network) == ("collective", network) and row.is_ours and row.payload_s:
-                ratio = row.s / row.payload_s
-                target = f"{row.contender}: at most {most} × payload/bandwidth at {NAMES[network]}"
-                yield target, f"{ratio:.2f} ×", ratio <= most
-    steps = [row for row in rows if (row.what, row.network) == ("step", "100mbit")]
-    peers = [row for row in steps if not row.is_ours]
-    for row in (row for row in steps if row.is_ours):
-        yield from (_faster(row, _find(steps, "step", f"ddp-{name}", 4), k) for name, k in (("fp32", 5), ("bf16", 3)))
-        yield _faster(row, min(peers, key=lambda peer: peer.s, default=None), 1)
-
-
-def _faster(row: Row, peer: Row | None, least: float) -> tuple[str, str, bool] | None:
-    if peer is None:
-        return None
-    ratio = peer.s / row.s
-    goal = f"at least {least} × faster than" if least > 1 else "faster than the fastest peer,"
-    return f"{row.contender}: step {goal} {peer.contender} at 100 Mbit/s", f"{ratio:.1f} ×", ratio > least
 
 
 # ---------------------------------------------------------------- figure

@@ -90,7 +90,11 @@ def test_without_nvcc_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 @pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on the path: CUDA's compiler (no GPU, no driver)")
 def test_a_row_for_every_kernel() -> None:
-    lines = [line for line in cubins.table(H100, 25e6) if line.startswith(("| sign", "| local", "| correct", "| int"))]
+    lines = [
+        line
+        for line in cubins.report(H100, 25e6).splitlines()
+        if line.startswith(("| sign", "| local", "| correct", "| int"))
+    ]
     assert [line.split(" | ")[0].strip("| ") for line in lines] == list(KERNELS)
     in_flight = {line.split(" | ")[0].strip("| "): int(line.split(" | ")[6]) for line in lines}
     assert in_flight["sign_encode_momentum"] == 1024 * 32 * 4 // 1024

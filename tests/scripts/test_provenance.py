@@ -123,7 +123,7 @@ def test_every_script_refuses_before_it_measures(
 
 
 def test_what_is_edited_meanwhile_is_seen_when_the_record_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bench.record import append
+    from reports import append
 
     monkeypatch.setattr(provenance, "changed_files", lambda root=ROOT: ["zero/plan.py"])
     for write in (lambda: write_record(RECORD, "text"), lambda: append(RECORD, {"what": "step"})):
@@ -140,7 +140,7 @@ def test_no_script_takes_a_record_without_the_rule() -> None:
         assert types <= {"record_path"} or (
             types <= {"record_path"} | reading_alone and "check_record" in path.read_text()
         )
-    assert sum(map(bool, found.values())) >= 13
+    assert sum("add_record(" in path.read_text() or bool(types) for path, types in found.items()) >= 13
 
 
 def test_a_revision_says_whether_files_differ(monkeypatch: pytest.MonkeyPatch) -> None:

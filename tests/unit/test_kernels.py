@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench import kernels as bench_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import decode_both, decode_mean_both, encode_both
@@ -351,12 +350,3 @@ def test_without_the_library_the_reference_runs_and_says_so_once(caplog: pytest.
     assert "reference (pure torch): the C++ kernel is not built" in kernels.describe()
     with pytest.raises(ImportError, match="is not built; install a C"):
         kernels.select("cpu", torch.device("cpu"))
-
-
-@pytest.mark.processes  # git's, for the revision
-@needs_build
-def test_the_benchmark_runs_and_writes_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = tmp_path / "record.md"
-    bench_kernels.main(["--elements", "5000", "--repeats", "2", "--reference-repeats", "1", "--record", str(record)])
-    assert all(name in record.read_text() for name in ("fused encode", "encode_momentum", "apply", "int8 decode"))
-    assert "fused encode" in capsys.readouterr().out
