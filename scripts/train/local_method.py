@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 import onebit
 from onebit import comm
 from onebit.zero.config.optimizers import build_optimizer
-from train.methods import ByParts, Exchange, ReplicaCheckpoints, RunCheckpoints, choice_of, dropped, lr_fraction
+from train.methods import Exchange, Replica, choice_of, schedule_of
 from train.model import GPT, decay_groups
 
 _BLOCK = 256
 
 
-class Local(ByParts):
+class Local(Replica):
     """A `Method`. Validates the anchor, on which all ranks agree, and sends nothing for it; the last step is a round.
 
     The norm is clipped on each rank.
     """
-
-    share = 1.0
 
     def __init__(self, model: GPT, transport: comm.Transport, args: argparse.Namespace) -> None:
         if choice_of(args).is_one_bit:
@@ -35,10 +29,7 @@ class Local(ByParts):
                 "--local-steps is for optimizers that do not exchange by themselves, got --optimizer "
                 f"{args.optimizer}; take adamw"
             )
-        self._model, self._args, self._transport, self.transports = model, args, transport, [transport]
-        self.parameters, self.data = sum(p.numel() for p in model.parameters()), (transport.rank, transport.world_size)
-        self.dropping = dropped(model, args, transport.rank)
-        self._parameters = list(model.parameters())
+        super().__init__(model, transport, args)
         self._local = onebit.LocalSteps(
             build_optimizer(choice_of(args), decay_groups(model, args.weight_decay)),
             args.local_steps,
@@ -48,15 +39,8 @@ class Local(ByParts):
             codec=comm.codec_named(args.differences, _BLOCK),
             transport=transport,
         )
-        self.optimizer: torch.optim.Optimizer = self._local
-        self.schedule = LambdaLR(self._local, partial(lr_fraction, args))
-
-    def loss(self, windows: Tensor) -> Tensor:
-        return self._model.loss(windows)
-
-    def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        with nullcontext() if is_last else self._local.no_sync():
-            (loss / self._args.accumulate).backward()
+        self.optimizer, self.no_sync = self._local, self._local.no_sync
+        self.schedule = schedule_of(self._local, args)
 
     def step(self) -> Exchange:
         if self._args.max_grad_norm > 0:
@@ -81,12 +65,3 @@ class Local(ByParts):
             self._local.load_state_dict(states[0])
         else:
             self._local.load_state_dicts(states)
-
-    def error_norm_ratio(self) -> float | None:
-        return None
-
-    def checkpoints(self, folder: Path) -> RunCheckpoints:
-        return ReplicaCheckpoints(folder, self._model, self, self._transport, self._args.keep_checkpoints)
-
-    def close(self) -> None:
-        """Nothing was opened."""

@@ -8,7 +8,6 @@ with sharded state, `layout_method.py` the fourth, in stages, `local_method.py` 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -30,10 +29,10 @@ from onebit.zero.data_efficiency import Root, TokenDropping, drop_tokens
 from onebit.zero.sparse_attention import replace_attention
 from train.checkpoint import CheckpointFolder
 from train.model import GPT, SIZES, ModelSize, build_model, decay_groups
+from train.schedule import lr_fraction
 
 SHARDED_ONLY = "sharded-onebit-adam"
 _SHARDED = {SHARDED_ONLY: "onebit-adam"}
-_FINAL_LR_FRACTION = 0.1
 _BLOCK = 256
 
 
@@ -137,42 +136,32 @@ class ByParts:
         return (total[0] / total[1]).item()
 
 
-class Dense(ByParts):
-    """A baseline: gradients averaged in float32, then an ordinary optimizer."""
+class Replica(ByParts):
+    """A whole model on each rank. A subclass makes `optimizer` and `schedule`, steps and loads an optimizer state."""
 
     share = 1.0
+    optimizer: Optimizer
+    schedule: LambdaLR
 
     def __init__(self, model: GPT, transport: comm.Transport, args: argparse.Namespace) -> None:
         self._model, self._args, self._transport, self.transports = model, args, transport, [transport]
-        self.parameters, self.data = sum(p.numel() for p in model.parameters()), (transport.rank, transport.world_size)
-        self.dropping = dropped(model, args, transport.rank)
         self._parameters = list(model.parameters())
-        broadcast_parameters(self._parameters, transport)
-        self._averager = DenseAverager(self._parameters, transport)
-        self.optimizer = build_optimizer(choice_of(args), decay_groups(model, args.weight_decay))
-        self.schedule = LambdaLR(self.optimizer, partial(lr_fraction, args))
+        self.parameters, self.data = sum(p.numel() for p in self._parameters), (transport.rank, transport.world_size)
+        self.dropping = dropped(model, args, transport.rank)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """What every part of a step but the last runs in."""
+        raise NotImplementedError
 
     def loss(self, windows: Tensor) -> Tensor:
         return self._model.loss(windows)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        _backward(loss / self._args.accumulate, nullcontext() if is_last else self._averager.no_sync())
-
-    def step(self) -> Exchange:
-        comm_ms = self._averager.finish()
-        if self._args.max_grad_norm > 0:
-            torch.nn.utils.clip_grad_norm_(self._parameters, self._args.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.schedule.step()
-        return Exchange("dense", comm_ms, 0)
+        with nullcontext() if is_last else self.no_sync():
+            (loss / self._args.accumulate).backward()
 
     def synchronise(self) -> None:
-        """The replicas are always the same."""
-
-    def load(self, states: Sequence[dict]) -> None:
-        """Go on from this rank's own state, [state], or from those of all ranks of another world."""
-        self.optimizer.load_state_dict(states[0])
+        """Make the replicas the same, if they are not."""
 
     def error_norm_ratio(self) -> float | None:
         return None
@@ -184,15 +173,36 @@ class Dense(ByParts):
         """Nothing was opened."""
 
 
-class Onebit(ByParts):
-    """An optimizer of the one-bit family, which does the traffic of the data-parallel ranks itself."""
-
-    share = 1.0
+class Dense(Replica):
+    """A baseline: gradients averaged in float32, then an ordinary optimizer."""
 
     def __init__(self, model: GPT, transport: comm.Transport, args: argparse.Namespace) -> None:
-        self._model, self._args, self._transport, self.transports = model, args, transport, [transport]
-        self.parameters, self.data = sum(p.numel() for p in model.parameters()), (transport.rank, transport.world_size)
-        self.dropping = dropped(model, args, transport.rank)
+        super().__init__(model, transport, args)
+        broadcast_parameters(self._parameters, transport)
+        self._averager = DenseAverager(self._parameters, transport)
+        self.no_sync = self._averager.no_sync
+        self.optimizer = build_optimizer(choice_of(args), decay_groups(model, args.weight_decay))
+        self.schedule = schedule_of(self.optimizer, args)
+
+    def step(self) -> Exchange:
+        comm_ms = self._averager.finish()
+        if self._args.max_grad_norm > 0:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._args.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        return Exchange("dense", comm_ms, 0)
+
+    def load(self, states: Sequence[dict]) -> None:
+        """Go on from this rank's own state, [state], or from those of all ranks of another world."""
+        self.optimizer.load_state_dict(states[0])
+
+
+class Onebit(Replica):
+    """An optimizer of the one-bit family, which does the traffic of the data-parallel ranks itself."""
+
+    def __init__(self, model: GPT, transport: comm.Transport, args: argparse.Namespace) -> None:
+        super().__init__(model, transport, args)
         self.optimizer = build_optimizer(
             choice_of(args),
             decay_groups(model, args.weight_decay),
@@ -205,13 +215,8 @@ class Onebit(ByParts):
             model=model,
         )
         self._onebit = cast(CompressedOptimizer, self.optimizer)
-        self.schedule = LambdaLR(self.optimizer, partial(lr_fraction, args))
-
-    def loss(self, windows: Tensor) -> Tensor:
-        return self._model.loss(windows)
-
-    def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        _backward(loss / self._args.accumulate, nullcontext() if is_last else self._onebit.no_sync())
+        self.no_sync = self._onebit.no_sync
+        self.schedule = schedule_of(self.optimizer, args)
 
     def step(self) -> Exchange:
         self._onebit.step()
@@ -233,12 +238,6 @@ class Onebit(ByParts):
 
     def error_norm_ratio(self) -> float | None:
         return self._onebit.error_norm_ratio() if self._onebit.stats.phase == "compressed" else None
-
-    def checkpoints(self, folder: Path) -> RunCheckpoints:
-        return ReplicaCheckpoints(folder, self._model, self, self._transport, self._args.keep_checkpoints)
-
-    def close(self) -> None:
-        """Nothing was opened."""
 
 
 class Loads(Protocol):
@@ -283,13 +282,10 @@ class ReplicaCheckpoints:
         torch.set_rng_state(owns[self._transport.rank % len(owns)]["rng"])
 
 
-def lr_fraction(args: argparse.Namespace, step: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth: a pure function of the step."""
+def schedule_of(optimizer: Optimizer, args: argparse.Namespace) -> LambdaLR:
+    """`lr_fraction` of --steps, with a warm-up of --warmup-lr-fraction."""
     warmup = max(1, round(args.warmup_lr_fraction * args.steps))
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, args.steps - warmup))
-    return _FINAL_LR_FRACTION + (1 - _FINAL_LR_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress))
+    return LambdaLR(optimizer, partial(lr_fraction, steps=args.steps, warmup=warmup))
 
 
 def size_of(args: argparse.Namespace) -> ModelSize:
@@ -333,8 +329,3 @@ def build_method(args: argparse.Namespace, transport: comm.Transport, device: to
     from train.zero_method import Zero  # imports torch.distributed.checkpoint: 2 s that other runs need not wait
 
     return Zero(model, transport, args)
-
-
-def _backward(loss: Tensor, context: AbstractContextManager[None]) -> None:
-    with context:
-        loss.backward()

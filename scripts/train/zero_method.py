@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -29,8 +28,8 @@ from train.methods import (
     HasSent,
     RunCheckpoints,
     choice_of,
-    lr_fraction,
     rising,
+    schedule_of,
     size_of,
 )
 from train.model import GPT, SIZES, decay_groups, next_byte_loss
@@ -97,7 +96,7 @@ class Zero(ByParts):
             model=model,
             config=config,
             model_parameters=lambda module: decay_groups(module, args.weight_decay),
-            lr_scheduler=lambda optimizer: LambdaLR(optimizer, partial(lr_fraction, args)),
+            lr_scheduler=lambda optimizer: schedule_of(optimizer, args),
             tensor_plan=plan,
         )
         self.schedule = cast(LambdaLR, schedule)
