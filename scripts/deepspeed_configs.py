@@ -29,7 +29,8 @@ from pathlib import Path
 import torch
 import transformers
 from bench.record import describe_machine, machines
-from provenance import record_path, write_record
+from provenance import record_path
+from reports import publish
 from rich.progress import track
 from torch import nn
 
@@ -286,9 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcomes = [outcome(*each, args.timeout) for each in track(chosen, "Running")]
     said = [Path(word).name if word == str(args.folder) else word for word in (sys.argv[1:] if argv is None else argv)]
     text = report(outcomes, shlex.join(["python", "scripts/deepspeed_configs.py", *said]))
-    print(text)
-    if args.record is not None:
-        write_record(args.record, text)
+    publish(args, text)
     return int(any(each.failed for each in outcomes))
 
 

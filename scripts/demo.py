@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+import reports
 import rich.table
 import torch
 from provenance import check_record, refuse_dirty_tree, revision
@@ -106,8 +107,7 @@ class Table:
         return table
 
     def markdown(self) -> str:
-        lines = [self.headings, ["---"] * len(self.headings), *self.rows]
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return reports.table(self.headings, self.rows, names=len(self.headings))
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

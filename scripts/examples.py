@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 from provenance import check_record, refuse_dirty_tree, revision
+from reports import table
 
 HERE = Path(__file__).parent
 PROGRAMS = HERE / "examples"
@@ -159,12 +160,11 @@ def is_installed(library: str) -> bool:
 
 def markdown(rows: dict[str, Row]) -> str:
     """What docs/frameworks.md shows."""
-    table = [HEADINGS, ["---"] * len(HEADINGS), *(row.cells(name) for name, row in sorted(rows.items()))]
     conditions: dict[str, list[str]] = {}
     for name, row in sorted(rows.items()):
         conditions.setdefault(row.about, []).append(name)
-    lines = ["| " + " | ".join(cells) + " |" for cells in table]
-    return "\n".join([*lines, "", *(f"{', '.join(who)}: {said}." for said, who in conditions.items())])
+    lines = table(HEADINGS, (row.cells(name) for name, row in sorted(rows.items())), names=len(HEADINGS))
+    return "\n".join([lines, "", *(f"{', '.join(who)}: {said}." for said, who in conditions.items())])
 
 
 def write(rows: dict[str, Row]) -> None:

@@ -39,8 +39,9 @@ def append(path: Path, *records: dict) -> None:
     """Add lines to a file. Raises DirtyTreeError if it is a record and the tree is no commit."""
     refuse_dirty_tree(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    is_cut_short = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
     with path.open("a") as file:
-        file.write("\n" if file.tell() else "")  # the last line may have been cut short
+        file.write("\n" * is_cut_short)
         file.write("".join(json.dumps(record) + "\n" for record in records))
 
 

@@ -23,7 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from provenance import record_path, write_record
+from provenance import record_path
+from reports import publish
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN = ("onebit-adam", "onebit-lamb", "zero-one-adam", "adamw", "lamb")
@@ -319,9 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(base)], check=False)
     text = report(args.base, found)
-    print(text)
-    if args.record is not None:
-        write_record(args.record, text)
+    publish(args, text)
     return int(any(before.differs_in(after) for pairs in found.values() for before, after in pairs.values()))
 
 

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.record import describe_machine, machines
-from provenance import record_path, write_record
+from provenance import record_path
+from reports import publish
 from rich.progress import track
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -146,9 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append((case, *(outcome(case.test, where, args.timeout) for where in (tree, ROOT))))
     words = shlex.join(["python", "scripts/strangers.py", *(sys.argv[1:] if argv is None else argv)])
     text = report(rows, args.base, words)
-    print(text)
-    if args.record is not None:
-        write_record(args.record, text)
+    publish(args, text)
     return int(any(new != "passed" for *_, new in rows))
 
 

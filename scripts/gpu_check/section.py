@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import reports
 import torch
-from provenance import refuse_dirty_tree, revision
+from provenance import revision
+from reports import read_lines
 
 
 @dataclass(frozen=True)
@@ -97,21 +98,13 @@ def run(section: Section, setting: Setting, device: str) -> Found:
 
 
 def read(path: Path) -> list[Found]:
-    """What a file of JSON lines holds, the latest of each section; none where there is no file."""
-    lines = path.read_text().splitlines() if path.exists() else []
+    """What a file of JSON lines holds, the latest of each section."""
     found = {}
-    for line in lines:
-        try:
-            content = json.loads(line)
-        except json.JSONDecodeError:  # cut short
-            continue
-        found[content["section"]] = Found(**content | {"outcomes": [Outcome(**each) for each in content["outcomes"]]})
+    for line in read_lines(path):
+        found[line["section"]] = Found(**line | {"outcomes": [Outcome(**each) for each in line["outcomes"]]})
     return list(found.values())
 
 
 def append(path: Path, found: Found) -> None:
-    """Raises DirtyTreeError where the file is a record and the tree is no commit."""
-    refuse_dirty_tree(path)
-    is_cut_short = path.exists() and not path.read_text().endswith("\n")
-    with path.open("a") as file:
-        file.write("\n" * is_cut_short + json.dumps(asdict(found)) + "\n")
+    """Raises DirtyTreeError if the file is a record and the tree is no commit."""
+    reports.append(path, asdict(found))

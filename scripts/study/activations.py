@@ -11,24 +11,25 @@ already holds are not run again. Error feedback adds what the last tensor in the
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 
 import torch
-from provenance import check_record, refuse_dirty_tree, revision
+from provenance import check_record, revision
+from reports import add_missing, gap_text, read_lines
 from torch import Tensor, nn
 from train.model import build_model, decay_groups
 from train.run import Windows
+from train.schedule import lr_fraction, train_steps
 
 from onebit.comm import Bf16Codec, Codec, Int4Codec, Int8Codec, SimTransport, run_ranks
 from onebit.zero.pipeline.wire import quantised_boundary
-from study.run import METHODS, WEIGHT_DECAY, lr_at
+from study.run import METHODS, WEIGHT_DECAY
 from study.tasks import corpus
 
 PLACES = {("tiny", 2): (1,), ("tiny", 4): (0, 1, 2), ("small", 4): (1, 2, 4)}  # blocks before each cut
@@ -65,6 +66,10 @@ class Job:
     batch: int = 16
     lr: float = 2e-3
     micro_batches: int = 1
+
+    def lr_at(self, step: int) -> float:
+        """Linear over the first tenth, then a cosine to a tenth of the peak."""
+        return self.lr * lr_fraction(step, self.steps, max(1, self.steps // 10))
 
 
 @dataclass
@@ -142,12 +147,8 @@ def measure_gradients(wires: Sequence[Wire], steps: int = 200, batches: int = 24
     model = build_model(job.model, job.seed)
     cuts, windows = cut(model, job), Windows(corpus(), context=model.context)
     optimizer = METHODS[job.optimizer].make(decay_groups(model, WEIGHT_DECAY), None, steps)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr_at(job, step)
-        model.loss(windows.training(batch, job.seed, step, 0, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for _ in train_steps(optimizer, steps, lambda k: model.loss(windows.training(batch, job.seed, k, 0, 0)), job.lr_at):
+        pass
 
     def gradients(wire: Wire) -> Tensor:
         for each in cuts:
@@ -197,7 +198,7 @@ def train(job: Job, transport: SimTransport | None) -> tuple[float, float]:
     rank, rows = (0, job.batch) if transport is None else (transport.rank, job.batch // transport.world_size)
     for step in range(job.steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(job, step)
+            group["lr"] = job.lr_at(step)
         parts = windows.training(rows, job.seed, step, rank, 0).chunk(job.micro_batches)
         for k, part in enumerate(parts):
             for each in cuts:
@@ -264,34 +265,16 @@ def job_of(record: dict) -> Job:
     return Job(**record["job"] | {"wire": Wire(**record["job"]["wire"])})
 
 
-def read_results(path: Path) -> dict[Job, dict]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {job_of(record): record for record in map(json.loads, lines)}
-
-
-def run_missing(path: Path, pool: Executor) -> None:
-    done = read_results(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    refuse_dirty_tree(path)
-    with path.open("a") as file:
-        for future in as_completed([pool.submit(run_job, job) for job in jobs() if job not in done]):
-            file.write(json.dumps(future.result()) + "\n")
-            file.flush()
-
-
 def report(results: Sequence[dict]) -> Iterator[str]:
     """A table: losses, and the gap to the uncompressed run of the same seed, mean over seeds and extremes."""
     runs = {job_of(record): record for record in results}
     yield "| optimizer | model | stages | wire | seeds | loss | without cuts | gap |\n" + "| --- " * 8 + "|"
     for key in dict.fromkeys(replace(job, seed=0) for job in runs):
         mine = {job.seed: record for job, record in runs.items() if replace(job, seed=0) == key}
-        gaps = []
-        for seed, record in mine.items():
-            plain = replace(key, seed=seed, wire=Wire(), stages=4, micro_batches=1)
-            if key.wire != Wire() and plain in runs:
-                gaps.append(record["loss"] / runs[plain]["loss"] - 1)
+        plain = {seed: replace(key, seed=seed, wire=Wire(), stages=4, micro_batches=1) for seed in mine}
+        both = [(mine[seed]["loss"], runs[job]["loss"]) for seed, job in plain.items() if job in runs]
         loss, uncut = (statistics.mean(record[name] for record in mine.values()) for name in ("loss", "uncut"))
-        gap = f"{statistics.mean(gaps):+.2%} ({min(gaps):+.2%} to {max(gaps):+.2%})" if gaps else ""
+        gap = gap_text(*zip(*both, strict=True)) if both and key.wire != Wire() else ""
         wire = ", ".join(str(value) for value in astuple(key.wire) if value)
         cells = (key.optimizer, key.model, key.stages, wire, len(mine), f"{loss:.4f}", f"{uncut:.4f}", gap)
         yield "| " + " | ".join(map(str, cells)) + " |"
@@ -313,5 +296,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if not args.report_only:
         with ProcessPoolExecutor(args.processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            run_missing(args.results, pool)
-    print("\n".join(report(list(read_results(args.results).values()))))
+            done = {job_of(record) for record in read_lines(args.results)}
+            add_missing(jobs(), done, run_job, args.results, pool)
+    print("\n".join(report(read_lines(args.results))))

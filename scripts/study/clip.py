@@ -19,8 +19,11 @@ from functools import partial
 from unittest import mock
 
 import torch
-from provenance import record_path, revision, write_record
+from provenance import add_record, revision
+from reports import gap_text, publish
+from torch import Tensor
 from train.model import decay_groups
+from train.schedule import train_steps
 
 import onebit.optimizer
 from onebit.comm import Transport, run_ranks
@@ -63,12 +66,11 @@ def _train(
     groups = decay_groups(model, WEIGHT_DECAY)
     optimizer = onebit.OnebitAdam(groups, transport=transport, max_grad_norm=max_norm, compression="always")
     factors, sent = [], []
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = settings.lr_at(step)
-        task.loss(model, task.batch(seed, step, transport.rank, ROWS)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def loss_of(step: int) -> Tensor:
+        return task.loss(model, task.batch(seed, step, transport.rank, ROWS))
+
+    for _ in train_steps(optimizer, steps, loss_of, settings.lr_at):
         if optimizer.stats.phase == "compressed":
             factors.append(optimizer.stats.clip_factor)
             sent.append(optimizer.stats.sent_bytes)
@@ -87,9 +89,8 @@ def table(found: Sequence[Found], mosts: Sequence[float]) -> list[str]:
             most: [each for each in found if (each.task, each.max_norm, each.most) == (*case, most)] for most in mosts
         }
         for most, runs in of.items():
-            gaps = [100 * (a.loss / b.loss - 1) for a, b in zip(runs, of[EXACT], strict=True)]
             shares = [statistics.mean(share) for share in zip(*((r.clipped, r.twice) for r in runs), strict=True)]
-            gap = "" if most == EXACT else f"{statistics.mean(gaps):+.2f} % ({min(gaps):+.2f} to {max(gaps):+.2f})"
+            gap = "" if most == EXACT else gap_text((r.loss for r in runs), (r.loss for r in of[EXACT]))
             loss = statistics.mean(each.loss for each in runs)
             clipped, twice = (f"{100 * share:.0f} %" for share in shares)
             lines.append(f"| {case[0]}, {case[1]:g} | {most or 'exact'} | {clipped} | {twice} | {loss:.3f} | {gap} |")
@@ -104,21 +105,16 @@ def main(argv: Sequence[str]) -> None:
     add("--most", type=float, nargs="+", default=[1.25, 2.0], help="times too large, before a step is sent once more")
     add("--cases", type=int, nargs="+", default=list(range(len(CASES))), help="places in `CASES`")
     add("--processes", type=int, default=2)
-    add("--record", type=record_path, metavar="FILE")
+    add_record(parser)
     args = parser.parse_args(argv)
     mosts = [EXACT, *args.most]
     asked = [(CASES[k], most, seed, args.steps) for k in args.cases for most in mosts for seed in range(args.seeds)]
     with ProcessPoolExecutor(args.processes, initializer=_prepare_process) as pool:
         found = list(pool.map(run, *zip(*asked, strict=True)))
-    text = "\n".join(
-        [
-            "# Clipped steps that leave before their norm is known\n",
-            f"`python scripts/study.py clip --steps {args.steps} --seeds {args.seeds}`, {revision()}, torch "
-            f"{torch.__version__}: {RANKS} simulated ranks of {ROWS} rows, learning rate {LR:g}; means over seeds, in "
-            "brackets the least and the largest\n",
-            *table(found, mosts),
-        ]
+    about = (
+        f"`python scripts/study.py clip --steps {args.steps} --seeds {args.seeds}`, {revision()}, torch "
+        f"{torch.__version__}: {RANKS} simulated ranks of {ROWS} rows, learning rate {LR:g}; means over seeds, in "
+        "brackets the least and the largest\n"
     )
-    print(text)
-    if args.record is not None:
-        write_record(args.record, text + "\n")
+    title = "# Clipped steps that leave before their norm is known\n"
+    publish(args, "\n".join([title, about, *table(found, mosts), ""]))

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import math
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import check_record, record_path, revision, write_record
+from provenance import add_record, check_record, revision
+from reports import add_missing, panels_of, publish, read_lines
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train.model import ModelSize, build_model, decay_groups, next_byte_loss
+from train.schedule import lr_fraction, train_steps
 
 from onebit.zero.compression import (
     CompressionScheduler,
@@ -181,14 +181,6 @@ class Result:
     revision: str
 
 
-def rate(lr: float, step: int, steps: int) -> float:
-    """Linear over the first tenth, then a cosine to a tenth of the peak."""
-    warmup = max(1, steps // 10)
-    if step < warmup:
-        return lr * (step + 1) / warmup
-    return lr * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))))
-
-
 Loss = Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
 
 
@@ -198,13 +190,14 @@ def fit(
     """Train by AdamW, and the scheduler where the model has techniques; the loss of each step."""
     optimizer = torch.optim.AdamW(decay_groups(model, WEIGHT_DECAY))
     scheduler = CompressionScheduler(model) if is_armed(model) else None
-    for k, step in enumerate(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate(lr, k, len(steps))
-        value = loss(model, task.batch(seed, step, 0, batch))
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def loss_of(k: int) -> Tensor:
+        return loss(model, task.batch(seed, steps[k], 0, batch))
+
+    def lr_at(k: int) -> float:
+        return lr * lr_fraction(k, len(steps), max(1, len(steps) // 10))
+
+    for _, value in train_steps(optimizer, len(steps), loss_of, lr_at):
         if scheduler is not None:
             scheduler.step()
         yield value.item()
@@ -304,35 +297,32 @@ def _moved_by_cleaning(model: nn.Module, probe: Tensor) -> float:
 
 def read_results(path: Path) -> list[Result]:
     """Those that a file holds."""
-    return [Result(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    return [Result(**line) for line in read_lines(path)]
 
 
 def run_missing(args: argparse.Namespace) -> None:
-    """Add what --results lacks, line by line."""
-    from rich.progress import Progress
-
+    """Add what --results lacks, line by line. The jobs of a dense model come one after the other."""
     torch.set_num_threads(1)
-    done = {(r.task, r.recipe, r.mode, r.seed) for r in read_results(args.results)}
     jobs = [
         (task, recipe, mode, seed)
         for task in args.task
         for seed in range(args.seeds)
         for recipe in args.recipes or RECIPES[task]
         for mode in (MODES if RECIPES[task].get(recipe) else MODES[:2])
-        if recipe in RECIPES[task] and (task, recipe, mode, seed) not in done
+        if recipe in RECIPES[task]
     ]
-    args.results.parent.mkdir(parents=True, exist_ok=True)
     made: dict[tuple[str, int], nn.Module] = {}
-    with args.results.open("a") as file, Progress() as progress:
-        bar = progress.add_task("runs", total=len(jobs))
-        for name, recipe, mode, seed in jobs:
-            setting = _setting(args, name)
-            if (name, seed) not in made:
-                made = {(name, seed): dense_model(task_named(name), seed, setting)}
-            result = run(name, recipe, mode, seed, made[name, seed], setting)
-            file.write(json.dumps(asdict(result)) + "\n")
-            file.flush()
-            progress.update(bar, advance=1, description=f"{name}, {recipe}, {mode}")
+
+    def line_of(job: tuple[str, str, str, int]) -> dict:
+        name, recipe, mode, seed = job
+        setting = _setting(args, name)
+        if (name, seed) not in made:
+            made.clear()
+            made[name, seed] = dense_model(task_named(name), seed, setting)
+        return asdict(run(name, recipe, mode, seed, made[name, seed], setting))
+
+    done = {(r.task, r.recipe, r.mode, r.seed) for r in read_results(args.results)}
+    add_missing(jobs, done, line_of, args.results)
 
 
 def _setting(args: argparse.Namespace, task: str) -> Setting:
@@ -408,32 +398,21 @@ def _spread(results: Sequence[Result]) -> str:
 
 def draw(results: Sequence[Result], path: Path) -> None:
     """Loss against bytes, a panel for each task. Needs matplotlib: pip install onebit[train]."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     tasks = list(dict.fromkeys(r.task for r in results))
-    figure, axes = pyplot.subplots(1, len(tasks), figsize=(7 * len(tasks), 5), squeeze=False)
-    for axis, task in zip(axes[0], tasks, strict=True):
-        for mode, marker in zip(MODES, "xos", strict=True):
-            points = {}
-            for r in results:
-                if (r.task, r.mode) == (task, mode):
-                    points.setdefault(r.recipe, []).append(r)
-            places = [(_mean(r.bytes for r in rows), _mean(r.loss for r in rows)) for rows in points.values()]
-            if places:
-                axis.scatter(*zip(*places, strict=True), marker=marker, label=mode, alpha=0.8)
-            if mode == "trained":
-                for recipe, place in zip(points, places, strict=True):
-                    axis.annotate(recipe, place, fontsize=7, xytext=(3, 3), textcoords="offset points")
-        axis.set(
-            xscale="log", yscale="log", xlabel="bytes on disk", ylabel=f"loss ({task_named(task).unit})", title=task
-        )
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with panels_of(path, tasks, (7, 5), xscale="log", yscale="log", xlabel="bytes on disk") as panels:
+        for axis, task in zip(panels, tasks, strict=True):
+            axis.set_ylabel(f"loss ({task_named(task).unit})")
+            for mode, marker in zip(MODES, "xos", strict=True):
+                points: dict[str, list[Result]] = {}
+                for r in results:
+                    if (r.task, r.mode) == (task, mode):
+                        points.setdefault(r.recipe, []).append(r)
+                places = [(_mean(r.bytes for r in rows), _mean(r.loss for r in rows)) for rows in points.values()]
+                if places:
+                    axis.scatter(*zip(*places, strict=True), marker=marker, label=mode, alpha=0.8)
+                if mode == "trained":
+                    for recipe, place in zip(points, places, strict=True):
+                        axis.annotate(recipe, place, fontsize=7, xytext=(3, 3), textcoords="offset points")
 
 
 # ---------------------------------------------------------------- command line
@@ -448,7 +427,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--steps", type=int, help="of the dense model; default: the task's")
     add("--more-steps", type=int, help="behind it; default: the task's")
     add("--results", type=Path, default=Path("runs/compression.jsonl"), metavar="FILE", help="a JSON line for each run")
-    add("--record", type=record_path, metavar="FILE", help="the report, with its figure beside it as .png")
+    add_record(parser, "the report, with its figure beside it as .png")
     add("--report-only", action="store_true", help="run nothing")
     args = parser.parse_args(argv)
     if not args.report_only:
@@ -456,8 +435,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_missing(args)
     results = read_results(args.results)
     text = report(results)
-    print(text)
     if args.record is not None:
         figure = args.record.with_suffix(".png")
-        write_record(args.record, f"{text}\n![Loss against bytes]({figure.name})\n", args.results)
+        text += f"\n![Loss against bytes]({figure.name})\n"
         draw(results, figure)
+    publish(args, text, args.results)

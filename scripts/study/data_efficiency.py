@@ -12,7 +12,6 @@ the full run's, paired by seed, and how many seconds of the processor it took; t
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -22,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from provenance import check_record, record_path, refuse_dirty_tree, revision, write_record
+from provenance import add_record, check_record, revision
+from reports import add_missing, panels_of, publish, read_lines, table
 from torch import Tensor
 from torch.utils.data import Dataset
 from train.model import GPT, SIZES, build_model, decay_groups
@@ -168,24 +168,15 @@ def _endless(loader: CurriculumLoader) -> Iterator[Tensor]:
 def read_results(path: Path) -> dict[Job, Result]:
     """The runs that a file of JSON lines holds."""
     found = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        record = json.loads(line)
-        job = Job(**record["job"])
-        found[job] = Result(job, tuple(map(tuple, record["curve"])), record["seconds"], record["revision"])
+    for line in read_lines(path):
+        job = Job(**line["job"])
+        found[job] = Result(job, tuple(map(tuple, line["curve"])), line["seconds"], line["revision"])
     return found
 
 
-def run_missing(jobs: Iterable[Job], path: Path) -> None:
-    """Run what the file does not hold, and add each as soon as it is done."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for job in dict.fromkeys(jobs):
-        if job in read_results(path):
-            continue
-        refuse_dirty_tree(path)
-        result = run_job(job)
-        with path.open("a") as file:
-            file.write(json.dumps({"loss": result.loss, **asdict(result)}) + "\n")
-        print(f"{job.method}, {job.optimizer}, lr {job.lr:g}, seed {job.seed}: {result.loss:.4f}", flush=True)
+def line_of(job: Job) -> dict:
+    result = run_job(job)
+    return {"loss": result.loss, **asdict(result)}
 
 
 def best_lr(results: Mapping[Job, Result], method: str, optimizer: str) -> float:
@@ -201,9 +192,11 @@ def study(args: argparse.Namespace) -> None:
         return Job(method, optimizer, lr, seed, args.size, args.tokens, args.batch_size)
 
     pairs = [(method, optimizer) for optimizer in args.optimizers for method in args.methods]
-    run_missing((job(*pair, lr, 0) for pair in pairs for lr in args.lrs), args.results)
+    sweep = [job(*pair, lr, 0) for pair in pairs for lr in args.lrs]
+    add_missing(sweep, read_results(args.results), line_of, args.results, title="learning rates")
     known = read_results(args.results)
-    run_missing((job(*pair, best_lr(known, *pair), seed) for pair in pairs for seed in range(args.seeds)), args.results)
+    chosen = [job(*pair, best_lr(known, *pair), seed) for pair in pairs for seed in range(args.seeds)]
+    add_missing(chosen, known, line_of, args.results, title="seeds")
 
 
 # ---------------------------------------------------------------- what is said
@@ -249,12 +242,12 @@ def report(results: Mapping[Job, Result]) -> str:
     """Markdown."""
     rows = rows_of(results)
     head = ["method", "optimizer", "lr", "tokens", "loss", "gap to full", "worth", "CPU seconds", "within 1 %"]
-    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join(["---"] * len(head)) + " |"]
+    cells = []
     for row in rows:
         gap = "" if row.method == "full" else " ".join(f"{100 * g:+.2f} %" for g in row.gaps)
         verdict = "" if row.method == "full" else "yes" if row.holds else "no"
-        cells = [row.method, row.optimizer, f"{row.lr:g}", f"{row.tokens:.3g}", f"{statistics.fmean(row.losses):.4f}"]
-        lines.append("| " + " | ".join([*cells, gap, worth_of(row, rows), f"{row.seconds:.0f}", verdict]) + " |")
+        known = [row.method, row.optimizer, f"{row.lr:g}", f"{row.tokens:.3g}", f"{statistics.fmean(row.losses):.4f}"]
+        cells.append([*known, gap, worth_of(row, rows), f"{row.seconds:.0f}", verdict])
     job = next(iter(results))
     said = f"Byte LM {job.size}, {job.tokens:,} tokens in the full run, batches of {job.batch_size}; one rank."
     revisions = ", ".join(sorted({result.revision for result in results.values()}))
@@ -262,7 +255,7 @@ def report(results: Mapping[Job, Result]) -> str:
         "Worth: how many tokens the plain run needs for this loss, over those used here, on the straight line between "
         "the logarithms of the half and the full run."
     )
-    return "\n".join(["# Loss against tokens", "", said, f"Revision {revisions}. {CLAIMS} {worth}", "", *lines]) + "\n"
+    return f"# Loss against tokens\n\n{said}\nRevision {revisions}. {CLAIMS} {worth}\n\n{table(head, cells, 2)}\n"
 
 
 def worth_of(row: Row, rows: Sequence[Row]) -> str:
@@ -278,28 +271,17 @@ def worth_of(row: Row, rows: Sequence[Row]) -> str:
 
 def draw(results: Mapping[Job, Result], path: Path) -> None:
     """Loss against tokens, a panel for each optimizer: the mean over seeds, at each method's best learning rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     colours = dict(zip(METHODS, ("#333333", "#999999", "#0072b2", "#d55e00", "#009e73"), strict=True))
     optimizers = list(dict.fromkeys(job.optimizer for job in results))
-    figure, axes = pyplot.subplots(1, len(optimizers), figsize=(5 * len(optimizers), 3.6), sharey=True, squeeze=False)
-    for axis, optimizer in zip(axes[0], optimizers, strict=True):
-        for row in (row for row in rows_of(results) if row.optimizer == optimizer):
-            key = (row.method, optimizer, row.lr)
-            runs = [r for j, r in results.items() if (j.method, j.optimizer, j.lr) == key]
-            points = list(zip(*(run.curve for run in runs), strict=False))
-            x, y = ([statistics.fmean(p[k] for p in point) for point in points] for k in (0, 1))
-            axis.plot(x, y, color=colours[row.method], label=row.method)
-        axis.set(title=optimizer, xlabel="tokens, counted by layers")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("validation loss, nats per byte")
-    axes[0][0].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with panels_of(path, optimizers, (5, 3.6), xlabel="tokens, counted by layers") as axes:
+        axes[0].set_ylabel("validation loss, nats per byte")
+        for axis, optimizer in zip(axes, optimizers, strict=True):
+            for row in (row for row in rows_of(results) if row.optimizer == optimizer):
+                key = (row.method, optimizer, row.lr)
+                runs = [r for j, r in results.items() if (j.method, j.optimizer, j.lr) == key]
+                points = list(zip(*(run.curve for run in runs), strict=False))
+                x, y = ([statistics.fmean(p[k] for p in point) for point in points] for k in (0, 1))
+                axis.plot(x, y, color=colours[row.method], label=row.method)
 
 
 # ---------------------------------------------------------------- cost
@@ -350,7 +332,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--lrs", type=float, nargs="+", default=list(LRS))
     add("--seeds", type=int, default=3)
     add("--results", type=Path, default=Path("runs/data_efficiency.jsonl"), metavar="FILE")
-    add("--record", type=record_path, metavar="FILE", help="the report, with its figure beside it as .png")
+    add_record(parser, "the report, with its figure beside it as .png")
     add("--report-only", action="store_true", help="run nothing")
     add("--cost", action="store_true", help="measure the parts' own time in a step instead")
     add("--repeats", type=int, default=20, help="of --cost")
@@ -371,8 +353,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         study(args)
     results = read_results(args.results)
     text = report(results)
-    print(text)
     if args.record is not None:
         figure = args.record.with_suffix(".png")
-        write_record(args.record, f"{text}\n![Loss against tokens]({figure.name})\n", args.results)
+        text += f"\n![Loss against tokens]({figure.name})\n"
         draw(results, figure)
+    publish(args, text, args.results)

@@ -9,7 +9,6 @@ are for the same first steps. Bits are what a rank sends per parameter in a late
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +18,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from provenance import check_record, revision, write_record
+from reports import gap_text
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from train.model import decay_groups
+from train.schedule import lr_fraction, train_steps
 
 import onebit
 from onebit import comm
@@ -43,9 +44,7 @@ class Settings:
 
     def lr_at(self, step: int) -> float:
         """Linear over the first tenth, then a cosine to a tenth of the peak."""
-        rise = max(1, self.steps // 10)
-        fall = 0.1 + 0.45 * (1 + math.cos(math.pi * (step - rise) / (self.steps - rise)))
-        return self.lr * (min(1.0, (step + 1) / rise) if step < rise else fall)
+        return self.lr * lr_fraction(step, self.steps, max(1, self.steps // 10))
 
 
 class LossOf(nn.Module):
@@ -130,12 +129,12 @@ def train(task: Task, way: str, settings: Settings, seed: int, found: Found) -> 
     """One run; its validation loss."""
     model, began = task.build(seed), time.perf_counter()
     wrapped = WAYS[way](LossOf(task, model), settings)
-    for step in range(settings.steps):
-        for group in wrapped.optimizer.param_groups:
-            group["lr"] = settings.lr_at(step)
-        wrapped.loss(task.batch(seed, step, dist.get_rank(), settings.rows)).backward()
-        wrapped.optimizer.step()
-        wrapped.optimizer.zero_grad()
+
+    def loss_of(step: int) -> Tensor:
+        return wrapped.loss(task.batch(seed, step, dist.get_rank(), settings.rows))
+
+    for _ in train_steps(wrapped.optimizer, settings.steps, loss_of, settings.lr_at):
+        pass
     found.seconds += time.perf_counter() - began
     found.bits = wrapped.bits()
     found.losses.append(task.evaluate(model))
@@ -152,8 +151,7 @@ def report(all_found: dict[str, Found], settings: Settings) -> Iterator[str]:
     )
     yield "| way | loss | gap | bits | of DDP's |\n" + "| --- " * 5 + "|"
     for way, found in all_found.items():
-        gaps = [loss / theirs - 1 for loss, theirs in zip(found.losses, plain, strict=True)]
-        gap = "" if way == "DDP, no hook" else f"{statistics.mean(gaps):+.2%} ({min(gaps):+.2%} to {max(gaps):+.2%})"
+        gap = "" if way == "DDP, no hook" else gap_text(found.losses, plain)
         cells = (
             way,
             f"{statistics.mean(found.losses):.4f}",

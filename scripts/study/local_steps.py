@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import shlex
 import statistics
@@ -26,9 +25,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from provenance import check_record, revision, write_record
+from provenance import add_record, check_record, revision, write_record
+from reports import add_missing, gap_text, read_lines
 from torch.optim.lr_scheduler import LambdaLR
 from train.model import decay_groups
+from train.schedule import lr_fraction
 
 import onebit
 from onebit.comm import Codec, IdentityCodec, Int8Codec, SignCodec, SimTransport, run_ranks
@@ -51,11 +52,8 @@ class Job:
     seed: int
 
     def lr_at(self, step: int) -> float:
-        """Linear over the first twentieth, then a cosine to a tenth of the peak; a share of the peak."""
-        rise = max(1, self.steps // 20)
-        if step < rise:
-            return (step + 1) / rise
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - rise) / max(1, self.steps - rise)))
+        """A share of the peak: linear over the first twentieth, then a cosine to a tenth."""
+        return lr_fraction(step, self.steps, max(1, self.steps // 20))
 
 
 @dataclass(frozen=True)
@@ -229,12 +227,7 @@ def _best(results: Sequence[dict], method: str, every: int) -> tuple[float, list
 def _gap(losses: Sequence[float], other: tuple[float, list[float], float] | None) -> str:
     if other is None or len(other[1]) != len(losses) or other[1] == losses:
         return ""
-    gaps = [mine / theirs - 1 for mine, theirs in zip(losses, other[1], strict=True)]
-    return f"{statistics.mean(gaps):+.1%} ({min(gaps):+.1%} to {max(gaps):+.1%})"
-
-
-def read_results(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return gap_text(losses, other[1], 1)
 
 
 def _jobs(args: argparse.Namespace) -> Iterator[Job]:
@@ -278,23 +271,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--lrs", nargs="+", type=float, default=[4e-3, 8e-3])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--results", type=Path, help="JSON lines; what is in there is not run again")
-    parser.add_argument("--record", type=Path, help="write the table here; on a clean tree only")
+    add_record(parser)
     parser.add_argument("--report-only", action="store_true", help="what --results holds of this; runs nothing")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     if args.report_only and args.results is None:
         parser.error("--report-only reads what --results holds: give it a file")
-    if args.record is not None:
-        check_record(parser, args.record)
-    results = [] if args.results is None else read_results(args.results)
-    done = {tuple(r[name] for name in Job.__annotations__) for r in results}
-    for job in () if args.report_only else _jobs(args):
-        if tuple(asdict(job).values()) not in done:
-            results.append(run_job(job))
-            if args.results is not None:
-                args.results.parent.mkdir(parents=True, exist_ok=True)
-                with args.results.open("a") as file:
-                    file.write(json.dumps(results[-1]) + "\n")
+    if args.results is not None and not args.report_only:
+        check_record(parser, args.results)
+    results = read_lines(args.results)
+    if not args.report_only:
+        done = {Job(**{name: r[name] for name in Job.__annotations__}) for r in results}
+        results += add_missing(_jobs(args), done, run_job, args.results)
     tables = list(_tables(args, results))
     if not all(tables):
         parser.error(

@@ -8,14 +8,13 @@ the file holds. The tasks are in tasks.py, a run in run.py, the report in report
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from provenance import check_record, record_path, refuse_dirty_tree, write_record
-from rich.progress import Progress
+from provenance import add_record, check_record, record_path
+from reports import add_missing, publish, read_lines
 
 from study.catalog import ALIKE, TASKS
 from study.figure import draw
@@ -26,43 +25,28 @@ from study.run import DEFAULTS, METHODS, Job, Point, Result, Setting, run_job
 
 
 def read_results(path: Path) -> dict[Job, Result]:
-    """The runs a file of JSON lines holds; none where there is no file. Lines cut short by a crash are passed over."""
+    """The runs that a file of JSON lines holds."""
     results = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        job = Job(**record["job"])
-        curve = tuple(Point(*point) for point in record["curve"])
-        results[job] = Result(job, curve, record["seconds"], record["revision"])
+    for line in read_lines(path):
+        job = Job(**line["job"])
+        results[job] = Result(job, tuple(Point(*point) for point in line["curve"]), line["seconds"], line["revision"])
     return results
 
 
-def to_json(result: Result) -> str:
-    """One line; `loss` and `bits_per_step` are there for other readers."""
-    record = {"job": asdict(result.job), "loss": result.loss, "bits_per_step": result.bits_per_step}
-    record["curve"] = [[point.step, point.loss, point.bits] for point in result.curve]
-    return json.dumps(record | {"seconds": round(result.seconds, 2), "revision": result.revision})
+def to_line(result: Result) -> dict:
+    """`loss` and `bits_per_step` are there for other readers."""
+    about = {"job": asdict(result.job), "loss": result.loss, "bits_per_step": result.bits_per_step}
+    curve = [[point.step, point.loss, point.bits] for point in result.curve]
+    return about | {"curve": curve, "seconds": round(result.seconds, 2), "revision": result.revision}
+
+
+def line_of(job: Job) -> dict:
+    return to_line(run_job(job))
 
 
 def run_missing(jobs: Iterable[Job], path: Path, pool: Executor, title: str) -> None:
-    """Run the jobs that the file does not hold, and add each to it as soon as it is done."""
-    done = read_results(path)
-    futures = [pool.submit(run_job, job) for job in dict.fromkeys(jobs) if job not in done]
-    if not futures:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        refuse_dirty_tree(path)
-        with path.open("a") as file, Progress() as progress:
-            file.write("\n" if file.tell() else "")  # the last line may have been cut short
-            for future in progress.track(as_completed(futures), total=len(futures), description=title):
-                file.write(to_json(future.result()) + "\n")
-                file.flush()
-    finally:
-        for future in futures:
-            future.cancel()
+    """Run the jobs that the file does not hold."""
+    add_missing(jobs, read_results(path), line_of, path, pool, title)
 
 
 def run_study(args: argparse.Namespace, pool: Executor) -> None:
@@ -116,14 +100,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch-size", type=int, help="per rank")
     add("--sweep-seeds", type=int, default=1, help="seeds at every learning rate; all of them at the best one")
     add("--processes", type=int, default=2, help="runs side by side")
-    add(
-        "--results",
-        type=Path,
-        default=Path("runs/study.jsonl"),
-        metavar="FILE",
-        help="the runs, one JSON line each",
-    )
-    add("--record", type=record_path, metavar="FILE", help="the report, with its figure beside it as .png")
+    add("--results", type=Path, default=Path("runs/study.jsonl"), metavar="FILE", help="the runs, one JSON line each")
+    add_record(parser, "the report, with its figure beside it as .png")
     add("--figure", type=record_path, metavar="FILE", help="the figure alone")
     add("--report-only", action="store_true", help="run nothing")
     args = parser.parse_args(argv)
@@ -139,12 +117,10 @@ def main(argv: list[str] | None = None) -> None:
             run_study(args, pool)
     results = list(read_results(args.results).values())
     text = report(results)
-    print(text)
     if args.record is not None:
         figure = args.record.with_suffix(".png")
-        write_record(
-            args.record, f"{text}\n![Gap to the dense twins, and loss against traffic]({figure.name})\n", args.results
-        )
+        text += f"\n![Gap to the dense twins, and loss against traffic]({figure.name})\n"
         draw(results, figure)
+    publish(args, text, args.results)
     if args.figure is not None:
         draw(results, args.figure)

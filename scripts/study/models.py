@@ -40,7 +40,8 @@ from typing import Any, cast
 import torch
 import torch._dynamo  # in the process that forks instead of in each rank
 import transformers
-from provenance import record_path, revision, write_record
+from provenance import record_path, revision
+from reports import publish
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
@@ -438,8 +439,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             progress.update(bar, advance=1, description=row.case.model)
             progress.refresh()
     text = report(rows, time.perf_counter() - began, command)
-    print(text)
-    if args.record is not None:
-        write_record(args.record, text)
+    publish(args, text)
     if any(_kind(row.verdict) == "fails" for row in rows):
         sys.exit(1)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from provenance import revision
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from train.model import decay_groups
+from train.schedule import lr_fraction, train_steps
 
 import onebit
 from onebit.arithmetic.schedule import long_warmup
@@ -371,6 +372,10 @@ class Job:
     def setting(self) -> Setting:
         return Setting(self.task, self.ranks, self.steps, self.batch_size)
 
+    def lr_at(self, step: int) -> float:
+        """Linear over the first tenth, then a cosine to a tenth of the peak."""
+        return self.lr * lr_fraction(step, self.steps, max(1, self.steps // 10))
+
 
 @dataclass(frozen=True)
 class Point:
@@ -414,14 +419,6 @@ class Result:
         return self.curve[-1].bits / 8
 
 
-def lr_at(job: Job, step: int) -> float:
-    """Linear over the first tenth, then a cosine to a tenth of the peak."""
-    warmup = max(1, job.steps // 10)
-    if step < warmup:
-        return job.lr * (step + 1) / warmup
-    return job.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / (job.steps - warmup))))
-
-
 def run_job(job: Job) -> Result:
     """Train and validate; a function of the job and of the installed code, but for the time it takes."""
     torch.set_num_threads(1)
@@ -450,12 +447,10 @@ def _train(job: Job, task: Task, transport: SimTransport | None) -> list[Point]:
         )
         curve.append(Point(step, loss if math.isfinite(loss) else math.inf, sent))
 
-    for step in range(job.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr_at(job, step)
-        task.loss(model, _batch(job, task, step, transport)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def loss_of(step: int) -> Tensor:
+        return task.loss(model, _batch(job, task, step, transport))
+
+    for step, _ in train_steps(optimizer, job.steps, loss_of, job.lr_at):
         if is_first and step + 1 in validated:
             validate(step + 1)
     if hasattr(optimizer, "sync"):  # only here: in between it would change the run

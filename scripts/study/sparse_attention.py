@@ -12,14 +12,14 @@ are judged by the same held-out bytes. One run after the other, on one thread.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from provenance import check_record, record_path, refuse_dirty_tree, revision, write_record
+from provenance import add_record, check_record, revision
+from reports import add_missing, publish, read_lines
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train.model import ModelSize, build_model, decay_groups
@@ -176,24 +176,18 @@ def main(argv: Sequence[str]) -> None:
     add("--seeds", type=int, default=1)
     add("--steps", type=int, default=150, help="of retrieval")
     add("--budgets", type=float, nargs="+", default=[300.0], metavar="SECONDS", help="of the processor, for a byte LM")
-    add("--record", type=record_path, metavar="FILE", help="write the table there")
+    add_record(parser)
     args = parser.parse_args(argv)
     check_record(parser, args.results)
     torch.set_num_threads(1)
-    args.results.parent.mkdir(parents=True, exist_ok=True)
-    lines = args.results.read_text().splitlines() if args.results.exists() else []
-    results = [Result(**json.loads(line)) for line in lines]
-    for name, seed, budget_s in wanted(args):
-        if any((r.task, r.name, r.seed, r.budget_s) == (args.task, name, seed, budget_s) for r in results):
-            continue
-        made = retrieve(name, seed, args.steps) if budget_s is None else read_bytes(name, seed, budget_s)
-        refuse_dirty_tree(args.results)
-        with args.results.open("a") as file:
-            file.write(json.dumps(asdict(made)) + "\n")
-        results.append(made)
-        print(f"{made.name}, seed {made.seed}: loss {made.loss:.4f}, {made.right}, {made.cpu_s:.0f} s", flush=True)
+
+    def line_of(asked: tuple[str, int, float | None]) -> dict:
+        name, seed, budget_s = asked
+        return asdict(retrieve(name, seed, args.steps) if budget_s is None else read_bytes(name, seed, budget_s))
+
+    results = [Result(**line) for line in read_lines(args.results)]
+    done = [(r.name, r.seed, r.budget_s) for r in results if r.task == args.task]
+    results += [Result(**line) for line in add_missing(wanted(args), done, line_of, args.results)]
     text = report(args.task, results)
-    print(text)
-    if args.record is not None:
-        title = "Retrieval over 4,096 tokens" if args.task == "retrieval" else "The byte LM at equal time"
-        write_record(args.record, f"# {title}\n\n{text}\n\nRevision {revision()}.\n", args.results)
+    title = "Retrieval over 4,096 tokens" if args.task == "retrieval" else "The byte LM at equal time"
+    publish(args, f"# {title}\n\n{text}\n\nRevision {revision()}.\n", args.results)

@@ -16,16 +16,19 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from provenance import refuse_dirty_tree, revision
+from reports import add_missing, append, read_lines
 from study.catalog import load_task
 from study.run import WEIGHT_DECAY
 from study.tasks import Task
+from torch import Tensor
 from train.model import decay_groups
+from train.schedule import lr_fraction, train_steps
 
 from onebit import comm
 from onebit.comm import Transport, run_ranks
@@ -48,10 +51,7 @@ class Run:
 
     def lr_at(self, step: int) -> float:
         """Linear over the first twentieth, then a cosine to a tenth of the peak."""
-        rise = max(1, self.steps // 20)
-        if step < rise:
-            return self.lr * (step + 1) / rise
-        return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - rise) / max(1, self.steps - rise))))
+        return self.lr * lr_fraction(step, self.steps, max(1, self.steps // 20))
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,14 @@ def _train(run: Run, task: Task, transport: Transport | None) -> tuple[float, di
     sent, phases = 0 if counter is None else counter.sent_bytes, Counter[str]()
     together = range(1 if WAYS[run.way].is_alone else run.ranks)
     workers = together if transport is None else [transport.rank]
-    for step in range(run.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = run.lr_at(step)
+
+    def loss_of(step: int) -> Tensor:
         parts = [task.batch(run.seed, step, worker, run.rows) for worker in workers]
         batch = tuple(torch.cat(column).to(device) for column in zip(*parts, strict=True))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = task.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            return task.loss(model, batch)
+
+    for _ in train_steps(optimizer, run.steps, loss_of, run.lr_at):
         phases[phase_of(optimizer)] += 1
     if hasattr(optimizer, "sync"):
         optimizer.sync()
@@ -112,9 +110,8 @@ def _train(run: Run, task: Task, transport: Transport | None) -> tuple[float, di
 
 
 def read(path: Path) -> list[Found]:
-    """The runs that a file of JSON lines holds; none where there is no file."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [Found(**(content | {"run": Run(**content["run"])})) for content in map(json.loads, lines)]
+    """The runs that a file of JSON lines holds."""
+    return [Found(**(content | {"run": Run(**content["run"])})) for content in read_lines(path)]
 
 
 def wanted(
@@ -138,24 +135,17 @@ def train_missing(runs: Iterable[Run], path: Path, processes: int) -> None:
     """Those that the file does not hold; each is added to it as soon as it is done."""
     done = {found.run for found in read(path)}
     missing = [run for run in dict.fromkeys(runs) if run not in done]
-    if not missing:
-        return
-    refuse_dirty_tree(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     here, apart = ([run for run in missing if WAYS[run.way].is_deepspeeds == is_apart] for is_apart in (False, True))
     for ranks, together in itertools.groupby(apart, lambda run: run.ranks):
+        refuse_dirty_tree(path)
         _train_apart(list(together), ranks, path)
     if here:
-        _train_here(here, path, processes)
+        with ProcessPoolExecutor(processes) as pool:
+            add_missing(here, (), line_of, path, pool, "losses")
 
 
-def _train_here(runs: Sequence[Run], path: Path, processes: int) -> None:
-    from rich.progress import Progress  # which DeepSpeed's environment does not have
-
-    with ProcessPoolExecutor(processes) as pool, Progress() as progress:
-        futures = [pool.submit(train, run) for run in runs]
-        for future in progress.track(as_completed(futures), total=len(futures), description="losses"):
-            _add(future.result(), path)
+def line_of(run: Run) -> dict:
+    return asdict(train(run))
 
 
 def _train_apart(runs: Sequence[Run], ranks: int, path: Path) -> None:
@@ -177,10 +167,5 @@ def work() -> None:
         seconds = round(time.perf_counter() - began, 1)
         if transport.rank == 0:
             print(f"{run.way}, {run.steps} steps at {run.lr:g}: {seconds:.0f} s", file=sys.stderr, flush=True)
-            _add(Found(run, loss, phases, bits, seconds, asked["revision"]), Path(asked["out"]))
+            append(Path(asked["out"]), asdict(Found(run, loss, phases, bits, seconds, asked["revision"])))
     transport.close()
-
-
-def _add(found: Found, path: Path) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(asdict(found)) + "\n")

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.peer_deepspeed import why_not_prepared
-from provenance import check_record, record_path, write_record
+from provenance import add_record, check_record
+from reports import publish
 
 from onebit.cli.cluster import available
 from onebit.cli.numbers import number
@@ -42,7 +43,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=int, default=1)
     add("--device", default="cpu", help="of all ranks: cuda, with --processes 1 and a task that is worth it, large-lm")
     add("--processes", type=int, default=2, help="runs side by side")
-    add = commands.add_parser("seconds", parents=[common], help="time steps; needs root and iproute2").add_argument
+    timing = commands.add_parser("seconds", parents=[common], help="time steps; needs root and iproute2")
+    add = timing.add_argument
     add("--rates", nargs="+", default=list(RATES), metavar="RATE")
     add("--hosts", type=int, default=4)
     add(
@@ -51,12 +53,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--params", type=number, default=25e6, metavar="N")
     add("--compute", type=float, default=0.3, metavar="SECONDS", help="of a step's forward and backward")
     add("--budget", type=float, default=60.0, metavar="SECONDS", help="of a method, once each of its phases has come")
-    add("--record", type=record_path, metavar="FILE", help="write the seconds there, as a table")
-    add = commands.add_parser("report", help="join both").add_argument
+    add_record(timing, "write the seconds there, as a table")
+    joining = commands.add_parser("report", help="join both")
+    add = joining.add_argument
     add("--losses", type=Path, required=True, metavar="FILE")
     add("--seconds", type=Path, required=True, metavar="FILE")
     add("--control", type=Path, metavar="FILE", help="`seconds` on another number of hosts: a table of its own")
-    add("--record", type=record_path, metavar="FILE", help="write it there, with its figure beside it as .png")
+    add_record(joining, "write it there, with its figure beside it as .png")
     commands.add_parser("worker", help="be one rank of `seconds`")
     commands.add_parser("trainer", help="be one rank of DeepSpeed's in `losses`")
     args = parser.parse_args(argv)
@@ -83,9 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             args.rates, args.hosts, args.params, args.compute, args.ways, args.budget, args.results, args.backend
         )
         text = seconds.table(seconds.read(args.results))
-        print(text)
-        if args.record is not None:
-            write_record(args.record, text, args.results)
+        publish(args, text, args.results)
     else:
         _report(args)
 
@@ -103,9 +104,8 @@ def _report(args: argparse.Namespace) -> None:
     found, timed = losses.read(args.losses), seconds.read(args.seconds)
     control = [] if args.control is None else seconds.read(args.control)
     text = "\n".join(report.report(found, timed, control)) + "\n"
-    print(text)
     if args.record is not None:
         figure = args.record.with_suffix(".png")
-        raw = [file for file in (args.losses, args.seconds, args.control) if file is not None]
-        write_record(args.record, f"{text}\n![Loss against seconds]({figure.name})\n", *raw)
         report.draw(found, timed, figure)
+        text += f"\n![Loss against seconds]({figure.name})\n"
+    publish(args, text, *(file for file in (args.losses, args.seconds, args.control) if file is not None))

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from bench.command import words
 from bench.peer_deepspeed import ALLOCATOR
 from provenance import refuse_dirty_tree, revision
+from reports import append, read_lines
 
 from onebit import comm
 from onebit.agreement import wrappers
@@ -73,7 +74,6 @@ def time_on(
 
     Needs root and iproute2.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     for rate in rates:
         held = {(t.rate, t.hosts, t.params, t.compute_s, t.way, t.backend) for t in read(path)}
         missing = [
@@ -96,8 +96,8 @@ def time_on(
 
 
 def read(path: Path) -> list[Timed]:
-    """What a file of JSON lines holds; nothing where there is no file."""
-    return [Timed(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    """What a file of JSON lines holds."""
+    return [Timed(**line) for line in read_lines(path)]
 
 
 def table(timed: Sequence[Timed]) -> str:
@@ -152,8 +152,7 @@ def work() -> None:
             print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
             seconds = {phase: statistics.median(times) for phase, times in taken.items()}
             steps = {phase: len(times) for phase, times in taken.items()}
-            with Path(asked["out"]).open("a") as file:
-                file.write(json.dumps(asdict(Timed(way=name, seconds=seconds, steps=steps, **same))) + "\n")
+            append(Path(asked["out"]), asdict(Timed(way=name, seconds=seconds, steps=steps, **same)))
         del contender, model
         gc.collect()
     transport.close()

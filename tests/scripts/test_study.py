@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import sys
@@ -195,7 +196,7 @@ def test_study_reports_its_runs_and_does_not_run_them_again(tmp_path: Path, monk
 
 def test_line_cut_short_is_passed_over_and_its_job_run_again(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
-    path.write_text(study.to_json(result(loss=1.0))[:-20])
+    path.write_text(json.dumps(study.to_line(result(loss=1.0)))[:-20])
     assert not read_results(path)
     with ThreadPoolExecutor(1) as pool:
         study.run_missing([JOB], path, pool, "")
@@ -300,7 +301,7 @@ def test_labels_keep_apart_and_inside() -> None:
 
 def test_a_figure_of_recorded_runs_is_drawn(tmp_path: Path) -> None:
     runs = [curve_of(method, seed, 2.0, 1.0) for method in ("adamw", "onebit-adam") for seed in (0, 1)]
-    (tmp_path / "runs.jsonl").write_text("".join(study.to_json(run) + "\n" for run in runs))
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(study.to_line(run)) + "\n" for run in runs))
     study.main(["--report-only", "--results", str(tmp_path / "runs.jsonl"), "--figure", str(tmp_path / "figure.png")])
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG") and not (tmp_path / "figure.md").exists()
 
@@ -319,25 +320,12 @@ def test_half_the_tokens_beside_the_full_run(tmp_path: Path, monkeypatch: pytest
 
     size = ModelSize(layers=3, width=16, heads=2, context=32)
     monkeypatch.setitem(SIZES, "least", size)
-    monkeypatch.setattr(data_efficiency, "refuse_dirty_tree", lambda path: None)
     monkeypatch.setattr(
         data_efficiency, "corpus", lambda: Corpus(bytes(range(97, 123)) * 400, bytes(range(97, 123)) * 9, (), "3")
     )
     path = tmp_path / "data.jsonl"
-    flags = [
-        "--size",
-        "least",
-        "--tokens",
-        "1024",
-        "--batch-size",
-        "4",
-        "--lrs",
-        "0.01",
-        "--seeds",
-        "1",
-        "--results",
-        str(path),
-    ]
+    flags = ["--size", "least", "--tokens", "1024", "--batch-size", "4", "--lrs", "0.01", "--seeds", "1"]
+    flags += ["--results", str(path)]
     args = data_efficiency.parse_args(flags)
     data_efficiency.study(args)
     results = data_efficiency.read_results(path)
