@@ -34,7 +34,6 @@ COLOURS = {
     "laprop": "#777777",
     "onebit-adam": "#0072b2",
     "onebit-lamb": "#009e73",
-    "local-steps": "#cc79a7",
     "muon": "#999999",
     "onebit-muon": "#882255",
     "zero-one-adam": "#d55e00",

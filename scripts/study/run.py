@@ -20,7 +20,7 @@ from train.schedule import lr_fraction, train_steps
 
 import onebit
 from onebit.arithmetic.schedule import long_warmup
-from onebit.comm import Codec, IdentityCodec, Int8Codec, Log4Codec, SignCodec, SimTransport, run_ranks
+from onebit.comm import IdentityCodec, Int8Codec, Log4Codec, SimTransport, run_ranks
 from onebit.layout.bucket import Bucket
 from onebit.onebit_muon import Matrices, MuonRule
 from onebit.step.bucket_step import BucketStep
@@ -96,16 +96,8 @@ def _rules() -> list[Method]:
         _variant(f"onebit-adam, beta2 {FAST:g}", f"adamw, beta2 {FAST:g}", adam, **fast),
         _variant("onebit-adam, moves", "laprop", adam, **moves),
         _variant(f"onebit-adam, moves, beta2 {FAST:g}", f"laprop, beta2 {FAST:g}", adam, **moves, **fast),
-        _variant("onebit-lamb, four-bit warm-up", "lamb", onebit.OnebitLamb, **log4),
         _variant("zero-one-adam, against its own rule", f"laprop, beta2 {FAST:g}", onebit.ZeroOneAdam),
-        _variant(
-            "zero-one-adam, four-bit variance rounds",
-            f"laprop, beta2 {FAST:g}",
-            onebit.ZeroOneAdam,
-            variance_codec=Log4Codec(),
-        ),
         _variant("sharded-onebit-adam, four-bit warm-up", "adamw", sharded, **log4),
-        _variant("sharded-onebit-adam, eight-bit gradients", "adamw", sharded, warmup_codec=Int8Codec()),
         _variant(f"sharded-onebit-adam, beta2 {FAST:g}", f"adamw, beta2 {FAST:g}", sharded, **fast),
         _variant(
             f"sharded-onebit-adam, beta2 {FAST:g}, four-bit warm-up", f"adamw, beta2 {FAST:g}", sharded, **fast, **log4
@@ -175,38 +167,12 @@ def _sharded_zero_one_adam(clipper: int) -> Method:
     )
 
 
-def _sharded_zero_one_adam_by_steps(clipper: int) -> Method:
-    """The same, doubling with every 16th of the run after its first quarter."""
-    return Method(
-        f"sharded-zero-one-adam H={clipper} by steps",
-        "adamw",
-        lambda groups, transport, steps: ShardedZeroOneAdam(
-            groups,
-            local_step_start=steps // 4,
-            local_step_scaler=max(1, steps // 16),
-            local_step_clipper=clipper,
-            transport=transport,
-        ),
-    )
-
-
 def _sharded_lamb(name: str, **options: object) -> Method:
     """Sharded one-bit LAMB; replicas in the model's float32."""
     return Method(
         f"sharded-onebit-lamb, {name}",
         "lamb",
         lambda groups, transport, steps: ShardedOnebitLamb(groups, transport=transport, **options),
-    )
-
-
-def _local_steps(name: str, codec: Codec, every: int, **options: object) -> Method:
-    """AdamW on each rank, and the mean of the differences every so many steps."""
-    return Method(
-        f"local-steps H={every}{name}",
-        "adamw",
-        lambda groups, transport, steps: onebit.LocalSteps(
-            torch.optim.AdamW(groups), every, codec=codec, transport=transport, **options
-        ),
     )
 
 
@@ -272,7 +238,6 @@ METHODS = {
         *(_with_beta2("onebit-adam", onebit.OnebitAdam, beta2) for beta2 in (0.95, 0.9)),
         Method("onebit-adam, frozen at 15 %", "adamw", _frozen_early),
         *(_zero_one_adam(clipper) for clipper in (1, 2, 4, 8, 16)),
-        _with_beta2("zero-one-adam", onebit.ZeroOneAdam, 0.95),
         *(_zero_one_adam_by_steps(clipper) for clipper in (2, 4, 8, 16)),
         Method("zero-one-adam, peer's schedule", "adamw", _with_peers_schedule),
         _sharded("int4 differences"),
@@ -283,8 +248,7 @@ METHODS = {
         _sharded("sign differences, no warm-up", differences="sign", warmup_steps=0),
         _sharded("stage 0, int4 updates", stage=0, updates="int4"),
         _sharded("stage 0, sign updates", stage=0, updates="sign"),
-        *(_sharded_zero_one_adam(clipper) for clipper in (2, 4, 8, 16)),
-        *(_sharded_zero_one_adam_by_steps(clipper) for clipper in (2, 4, 8, 16)),
+        _sharded_zero_one_adam(8),
         Method("lamb", "", lambda groups, transport, steps: onebit.Lamb(groups), is_dense=True),
         Method("onebit-lamb", "lamb", lambda groups, transport, steps: onebit.OnebitLamb(groups, transport=transport)),
         Method("muon", "adamw", lambda groups, transport, steps: DenseMuon(groups), is_dense=True, groups=_muon_groups),
@@ -307,11 +271,7 @@ METHODS = {
             groups=_muon_groups,
         ),
         _sharded_lamb("int4 differences"),
-        _sharded_lamb("sign differences", differences="sign"),
         *_rules(),
-        *(_local_steps(", in full", IdentityCodec(), every) for every in (8, 32)),
-        *(_local_steps("", SignCodec(), every) for every in (8, 32)),
-        *(_local_steps(", corrected over 80 steps", SignCodec(), every, correction_steps=80) for every in (8, 32)),
     )
 }
 
