@@ -36,7 +36,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from train.model import GPT, SIZES, VOCABULARY, build_model
+from train.model import SIZES, VOCABULARY, WithLoss, build_model
 
 from bench.command import COMMAND
 
@@ -342,17 +342,6 @@ def measure_collective(args: argparse.Namespace, collectives: Collectives) -> Me
     return Measured(measured.seconds, alone.seconds, measured.sent_bytes, measured.wire_bytes)
 
 
-class Loss(nn.Module):
-    """A model whose forward pass is its loss, as deepspeed.initialize likes it."""
-
-    def __init__(self, model: GPT):
-        super().__init__()
-        self.model = model
-
-    def forward(self, windows: Tensor) -> Tensor:
-        return self.model.loss(windows)
-
-
 def measure_step(args: argparse.Namespace, collectives: Collectives) -> Measured:
     """Forward, backward and step of DeepSpeed's engine on the GPT: --batch windows of random bytes on every rank."""
     import deepspeed
@@ -365,7 +354,7 @@ def measure_step(args: argparse.Namespace, collectives: Collectives) -> Measured
         "steps_per_print": 10**9,
         "optimizer": way.optimizer,
     }
-    model = Loss(build_model(args.size, seed=0))
+    model = WithLoss(build_model(args.size, seed=0))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     context = SIZES[args.size].context
     generator = torch.Generator().manual_seed(dist.get_rank())

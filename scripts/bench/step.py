@@ -18,16 +18,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
-from train.model import GPT, SIZES, VOCABULARY, build_model, decay_groups
+from train.model import GPT, SIZES, VOCABULARY, WithLoss, build_model, decay_groups
 
 import onebit
 from bench.timing import measure
@@ -100,36 +99,25 @@ class _Done:
 # ---------------------------------------------------------------- what is compared
 
 
-class Contender(Protocol):
-    """A model in training on this rank, with its optimizer and its traffic."""
+class Local:
+    """AdamW alone, on this rank alone. The others are the same with traffic."""
 
     optimizer: Optimizer
-
-    def backward(self, windows: Tensor) -> None:
-        """Forward and backward."""
-
-    def update(self) -> None:
-        """Move the parameters; gradients are there."""
-
-    def settle(self) -> None:
-        """The warm-up steps are over, the measured ones begin."""
-
-
-class Local:
-    """AdamW alone, on this rank alone."""
 
     def __init__(self, model: GPT, transport: Transport):
         self.model = model
         self.optimizer = AdamW(decay_groups(model, WEIGHT_DECAY), lr=LR)
 
     def backward(self, windows: Tensor) -> None:
+        """Forward and backward."""
         self.model.loss(windows).backward()
 
     def update(self) -> None:
+        """Move the parameters; gradients are there."""
         self.optimizer.step()
 
     def settle(self) -> None:
-        """Nothing changes."""
+        """The warm-up steps are over, the measured ones begin."""
 
 
 class Ddp(Local):
@@ -143,7 +131,7 @@ class Ddp(Local):
         self.transport = transport
         self.elements = sum(p.numel() for p in model.parameters())
         options = {"gradient_as_bucket_view": True, "init_sync": False, "bucket_cap_mb": self.bucket_cap_mb}
-        self.ddp = DistributedDataParallel(_WithLoss(model), **options)
+        self.ddp = DistributedDataParallel(WithLoss(model), **options)
 
     def backward(self, windows: Tensor) -> None:
         self.ddp(windows).backward()
@@ -154,35 +142,15 @@ class Ddp(Local):
         return self.bytes_per_element * self.elements
 
 
-class _WithLoss(nn.Module):
-    """The model with its loss as forward(), which is what DDP wraps."""
-
-    def __init__(self, model: GPT):
-        super().__init__()
-        self.model = model
-
-    def forward(self, windows: Tensor) -> Tensor:
-        return self.model.loss(windows)
-
-
-class DdpBfloat16(Ddp):
-    """Buckets travel as bfloat16. torch's bf16_compress_hook refuses to run without CUDA; this does what it does."""
+class DdpHalf(Ddp):
+    """Buckets travel as two bytes an element, by a hook: torch's fp16_compress_hook, or our bfloat16_hook, as torch's
+    bf16_compress_hook refuses to run without CUDA."""
 
     bytes_per_element = 2.0
 
-    def __init__(self, model: GPT, transport: TorchTransport):
+    def __init__(self, model: GPT, transport: TorchTransport, hook: Callable):
         super().__init__(model, transport)
-        self.ddp.register_comm_hook(transport.group, bfloat16_hook)
-
-
-class DdpFloat16(Ddp):
-    """torch's fp16_compress_hook."""
-
-    bytes_per_element = 2.0
-
-    def __init__(self, model: GPT, transport: TorchTransport):
-        super().__init__(model, transport)
-        self.ddp.register_comm_hook(transport.group, default_hooks.fp16_compress_hook)
+        self.ddp.register_comm_hook(transport.group, hook)
 
 
 class DdpPowerSgd(Ddp):
@@ -213,7 +181,7 @@ class Fsdp(Local):
 
     def __init__(self, model: GPT, transport: TorchTransport):
         self.transport, self.elements = transport, sum(p.numel() for p in model.parameters())
-        self.model = _WithLoss(model)
+        self.model = WithLoss(model)
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         mesh = init_device_mesh("cpu", (transport.world_size,))
         for block in fsdp.blocks_of(model):
@@ -264,8 +232,8 @@ class Method:
     """make(model, transport). alone: the same without traffic. warmup: steps before the measured ones; cycle: measured
     steps come in so many, of which one differs from the others. dtype: what it computes in."""
 
-    make: Callable[[GPT, TorchTransport], Contender]
-    alone: Callable[[GPT, Transport], Contender] = Local
+    make: Callable[[GPT, TorchTransport], Local]
+    alone: Callable[[GPT, Transport], Local] = Local
     warmup: int = 1
     cycle: int = 1
     dtype: torch.dtype = torch.float32
@@ -286,8 +254,8 @@ def _sharded(differences: str) -> Method:
 # with every step until it is H.
 METHODS = {
     "ddp-fp32": Method(Ddp),
-    "ddp-bf16": Method(DdpBfloat16),
-    "ddp-fp16": Method(DdpFloat16),
+    "ddp-bf16": Method(partial(DdpHalf, hook=bfloat16_hook)),
+    "ddp-fp16": Method(partial(DdpHalf, hook=default_hooks.fp16_compress_hook)),
     "ddp-powersgd": Method(partial(DdpPowerSgd, rank=1), warmup=3),
     "onebit-adam": _ours(onebit.OnebitAdam, 2),
     "zero-one-adam": _ours(onebit.ZeroOneAdam, 2, var_freeze_step=0),
@@ -319,7 +287,7 @@ def _windows(args: argparse.Namespace, rank: int) -> Tensor:
 
 
 def _measure_steps(
-    method: Method, contender: Contender, windows: Tensor, args: argparse.Namespace, transport: TorchTransport
+    method: Method, contender: Local, windows: Tensor, args: argparse.Namespace, transport: TorchTransport
 ) -> dict:
     def step(windows: Tensor = windows) -> None:
         contender.backward(windows)

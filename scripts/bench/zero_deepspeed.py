@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from provenance import add_record, revision
 from reports import publish, table
-from train.model import SIZES, VOCABULARY, build_model
+from train.model import SIZES, VOCABULARY, WithLoss, build_model
 
 from bench import peer_deepspeed
 from bench.command import on_loopback
@@ -61,7 +61,7 @@ def train(engine_of: Any, args: argparse.Namespace) -> dict[str, float]:
     }
     _take_a_step(engine_of, config)
     before = _status("VmRSS")
-    model = peer_deepspeed.Loss(build_model(args.size, seed=0))
+    model = WithLoss(build_model(args.size, seed=0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     engine, *_ = engine_of.initialize(model=model, optimizer=optimizer, config=config)
     rank = torch.distributed.get_rank()

@@ -18,8 +18,8 @@ from dataclasses import replace
 
 import torch
 from reports import publish, table
-from torch import Tensor, nn
-from train.model import SIZES, VOCABULARY, build_model
+from torch import Tensor
+from train.model import SIZES, VOCABULARY, WithLoss, build_model
 
 from bench.command import on_loopback
 from bench.record import here, parser_of
@@ -42,17 +42,6 @@ CASES = (
     ("ZeroOneAdam", "ZeroOneAdam", 3, 2),
     ("OneBitLamb", "OneBitLamb", 3, 2),
 )
-
-
-class WithLoss(nn.Module):
-    """The GPT with its loss as forward()."""
-
-    def __init__(self, size: str):
-        super().__init__()
-        self.model = build_model(size, seed=0)
-
-    def forward(self, windows: Tensor) -> Tensor:
-        return self.model.loss(windows)
 
 
 def worker(args: argparse.Namespace) -> list[dict] | None:
@@ -79,7 +68,7 @@ def count(case: Sequence, size: str, grid: zero.grid.Grid) -> dict[str, float]:
         "zero_optimization": {"stage": stage},
         "onebit": {"compression": "always", "ranks_per_node": per_node, "error_dtype": "bf16", "bucket_cap_mb": 0.5},
     }
-    engine, *_ = zero.initialize(model=WithLoss(size), config=config, grid=grid)
+    engine, *_ = zero.initialize(model=WithLoss(build_model(size, seed=0)), config=config, grid=grid)
     elements = sum(p.numel() for p in engine.module.parameters())
     windows = torch.randint(VOCABULARY, (1, SIZES[size].context + 1))
     seconds = []

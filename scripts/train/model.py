@@ -180,6 +180,17 @@ def next_byte_loss(logits_BTV: Tensor, windows: Tensor, split: SplitText | None 
     return loss if split is None else loss * (its.numel() * split.ranks.transport.world_size / targets.numel())
 
 
+class WithLoss(nn.Module):
+    """A GPT with its loss as forward(), which is what wrappers and engines call."""
+
+    def __init__(self, model: GPT):
+        super().__init__()
+        self.model = model
+
+    def forward(self, windows: Tensor) -> Tensor:
+        return self.model.loss(windows)
+
+
 def build_model(size: str | ModelSize, seed: int) -> GPT:
     """A model with GPT-2's initialisation: a function of (size, seed) that leaves torch's global generator alone."""
     shape = size if isinstance(size, ModelSize) else SIZES[size]
