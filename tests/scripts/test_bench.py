@@ -99,7 +99,9 @@ def run_shortest(name: str, words: list[str], record: Path) -> str:
 
 @pytest.mark.processes  # git's, for the revision
 @pytest.mark.usefixtures("torch_as_before")
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name == "memory")) for name in HERE]
+)
 def test_shortest_form_writes_its_record(name: str, tmp_path: Path) -> None:
     if name == "kernels" and not native.is_built():
         pytest.skip(f"needs the C++ library: {native.why_not()}")
