@@ -30,6 +30,7 @@ from bench.ranks import need_hosts, on_hosts
 from bench.record import describe_machine, parser_of
 from onebit import comm
 from onebit.cli.cluster import parse_rate, sent_on_wire
+from onebit.comm import torch_versions
 from onebit.comm.messages import gather_tensors
 from onebit.zero import InferenceEngine, init_inference
 from onebit.zero.inference.plan import ServeRun, token_plan
@@ -131,6 +132,7 @@ def peers(size: str, context: int, dtypes: Sequence[str]) -> dict[str, Any]:
 
 def compare(args: argparse.Namespace) -> list[dict]:
     """Seconds of a token of all sides, for every size, batch and prompt."""
+    torch_versions.require("this benchmark", at_least=(2, 7))  # with a limit by this name
     # dynamo counts the recompilations of all engines of a process together, and by default stops at 8.
     torch._dynamo.config.recompile_limit = 32 * len(args.size)  # type: ignore[attr-defined]
     lines = []

@@ -33,7 +33,7 @@ from bench.timing import measure
 from onebit import comm
 from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
 from onebit.cli.doctor.contenders import bfloat16_hook
-from onebit.comm import Transport
+from onebit.comm import Transport, torch_versions
 from onebit.comm.transports.torch_distributed import TorchTransport
 from onebit.onebit_adam import AdamRule
 from onebit.optimizer import CompressedOptimizer
@@ -130,7 +130,8 @@ class Ddp(Local):
         super().__init__(model, transport)
         self.transport = transport
         self.elements = sum(p.numel() for p in model.parameters())
-        options = {"gradient_as_bucket_view": True, "init_sync": False, "bucket_cap_mb": self.bucket_cap_mb}
+        options = {"gradient_as_bucket_view": True, "bucket_cap_mb": self.bucket_cap_mb}
+        options |= torch_versions.without_first_broadcast()
         self.ddp = DistributedDataParallel(WithLoss(model), **options)
 
     def backward(self, windows: Tensor) -> None:
