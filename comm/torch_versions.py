@@ -116,6 +116,13 @@ def distribute(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Any], *, so
     return held.redistribute(mesh, placements)
 
 
+def full_tensor(x: Any) -> Tensor:
+    """A DTensor's elements of all ranks. Until 2.7: Gloo gathered no bfloat16, which float32 holds exactly."""
+    if TORCH < (2, 7) and x.dtype == torch.bfloat16 and x.device_mesh.device_type == "cpu":
+        return cast("Tensor", x.float().full_tensor()).to(torch.bfloat16)
+    return cast("Tensor", x.full_tensor())
+
+
 def without_sending() -> Mapping[str, Any]:
     """Options of parallelize_module if the ranks hold the same values. Until 2.7: it always sent the first rank's."""
     return {"src_data_rank": None} if TORCH >= (2, 7) else {}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .agreement.replicas import fingerprints
-from .comm import SimTransport, Transport
+from .comm import SimTransport, Transport, torch_versions
 from .comm.messages import gather_bytes, gather_tensors, gather_texts, sum_in_order
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ def gathered(tensor: Tensor) -> Tensor:
     """
     if not hasattr(tensor, "full_tensor"):
         return tensor
-    whole: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
-    return whole.to(tensor.device)
+    return torch_versions.full_tensor(tensor.to(tensor.device_mesh.device_type)).to(tensor.device)  # type: ignore[attr-defined]
 
 
 def model_parallel_group_of(given: ModelParallelGroup | Transport | None) -> ModelParallelGroup:
