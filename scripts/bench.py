@@ -31,6 +31,7 @@ NAMES = (
     "offload",
     "offload_gpu",
     "inference",
+    "serving",
     "local_rounds",
     "unlike",
     "churn",

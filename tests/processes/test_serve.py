@@ -129,7 +129,7 @@ def test_an_answer_whole_and_in_pieces(server: Server) -> None:
 def test_a_stop_string_ends_the_answer(server: Server) -> None:
     text = of_bytes(server.alone("Once", 30))
     stop = next(text[n : n + 2] for n in range(3, len(text)) if "\ufffd" not in text[n : n + 2])
-    answer = server.post(prompt="Once", max_tokens=30, stop=[stop]).json()["choices"][0]
+    answer = server.post(prompt="Once", max_tokens=30, stop=["x" * 40, stop]).json()["choices"][0]
     assert answer["text"] == text[: text.index(stop)] and answer["finish_reason"] == "stop"
     assert eventually(lambda: not server.batch.running)
 

@@ -68,6 +68,10 @@ HERE = {  # on this machine alone: the options, and what a report must have
     "host_time": (["--buckets", "1", "--repeats", "1"], "| ms of a step | 1 buckets |"),
     "kernels": (["--elements", "5000", "--repeats", "2", "--reference-repeats", "1"], "encode_momentum"),
     "memory": ([], "| ZeroOneAdam, local steps | bfloat16 | 8 |"),
+    "serving": (
+        ["--size", "25m", "--requests", "3", "--prompts", "2", "5", "--answers", "1", "3", "--dtypes", "fp32"],
+        "| fp32, running batch of 8 |",
+    ),
     "traffic": (["--elements", "4096"], "| AdamW, fused | **"),
 }
 ON_HOSTS = {
@@ -105,6 +109,8 @@ def run_shortest(name: str, words: list[str], record: Path) -> str:
 def test_shortest_form_writes_its_record(name: str, tmp_path: Path) -> None:
     if name == "kernels" and not native.is_built():
         pytest.skip(f"needs the C++ library: {native.why_not()}")
+    if name == "serving":
+        pytest.importorskip("transformers", reason="pip install onebit[transformers]")
     words, row = HERE[name]
     assert row in run_shortest(name, words, tmp_path / "record.md")
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TOKEN = "ONEBIT_SERVE_TOKEN"
-LOCAL = ("127.0.0.1", "localhost", "[::1]")
+LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 _ABOUT = """\
 Serves a model of transformers: completions and chat completions in OpenAI's form, and a page to try it.
 
