@@ -28,6 +28,8 @@ import tiers  # noqa: E402  (on the path since the line above)
 
 GUARD = tiers.Guard()
 TOO_OLD = pytest.StashKey[bool]()
+LONGEST = ("test_membership.py",)
+"""Files that take a worker minutes, mostly of waiting. They begin first: else the others wait for it at the end."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,6 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_collection_finish() -> None:
