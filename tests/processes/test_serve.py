@@ -145,6 +145,10 @@ def test_a_stop_string_ends_the_answer(server: Server) -> None:
         ({"prompt": "x", "temperature": float("nan")}, 400, "temperature: "),
         ({"prompt": "x", "max_tokens": 100}, 400, "do not fit into the cache of 64"),
         ({"prompt": ""}, 400, "at least one token"),
+        ({"prompt": [2**70]}, 400, "prompt"),
+        ({"prompt": "\ud800"}, 400, "prompt: "),
+        ({"prompt": "x", "\ud800": 1}, 400, "expected a JSON object"),
+        ({"prompt": "x", "model": "\ud800"}, 404, "this server has bytes"),
         ({"prompt": [-1]}, 400, "expected tokens from 0"),
         ({"prompt": "x", "repetition_penalty": 1.2}, 400, "repetition_penalty"),
         ({"prompt": "x", "model": "gpt-5"}, 404, "this server has bytes, not gpt-5"),
@@ -239,6 +243,12 @@ def test_too_many_too_slow_and_other_names() -> None:
         assert httpx.get(server.url, headers={"host": "evil.example"}).status_code == 400
     finally:
         server.close()
+
+
+def test_a_call_whose_caller_has_gone_does_not_end_the_worker(server: Server) -> None:
+    calls = [server.worker.submit([1], 1, {}, lambda _: None) for _ in range(50)]
+    assert any(call.cancel() for call in calls)
+    assert server.post(prompt="x", max_tokens=1).status_code == 200
 
 
 def test_a_model_that_fails_tells_all_and_refuses_the_next() -> None:

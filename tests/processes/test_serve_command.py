@@ -117,8 +117,11 @@ def test_two_ranks_answer_as_one_and_end_together(model: Path, lost: int | None)
         assert ask(port, prompt="Once").json()["choices"][0]["text"] == expected(model)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         of_rank = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
-        pid = next(pid for pid, names in of_rank.items() if f"RANK={lost or 0}".encode() in names)
-        os.kill(pid, signal.SIGTERM if lost is None else signal.SIGKILL)
+        if lost is None:  # launchers and Ctrl+C send it to all of them
+            for pid in of_rank:
+                os.kill(pid, signal.SIGTERM)
+        else:
+            os.kill(next(pid for pid, names in of_rank.items() if f"RANK={lost}".encode() in names), signal.SIGKILL)
         if lost is not None:  # rank 0 sees it by its next message, and ends
             with _quiet():
                 assert ask(port, prompt="Once").status_code == 503
@@ -128,6 +131,11 @@ def test_two_ranks_answer_as_one_and_end_together(model: Path, lost: int | None)
 def test_what_is_refused(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="lets other machines ask"):
         serve([str(model), "--host", "0.0.0.0"])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="lets other machines ask"):
+        patch.setenv("ONEBIT_SERVE_TOKEN", "")  # an empty token is none
+        serve([str(model), "--host", "0.0.0.0"])
+    with pytest.raises(UserError, match="0-65535"):
+        serve([str(model), "--port", "70000"])
     with pytest.raises(UserError, match="cannot be served"):
         serve([str(tmp_path)])
     (tmp_path / "token").write_text("\n")

@@ -69,7 +69,7 @@ class ContinuousBatch:
     A batch is for one thread.
 
     Attributes:
-        engine: The engine; meanwhile it may serve `generate` as well, on all ranks in the same order.
+        engine: The engine. On one rank it may serve `generate` as well; other ranks only follow, until `close`.
         rows: The most requests that are answered at once.
         running: Requests that have a row, in the order of rows; a prompt that is still being read is the last.
         waiting: Requests that have none yet.
@@ -170,7 +170,7 @@ class ContinuousBatch:
                 self._cache.clear(first)
 
     def close(self) -> None:
-        """End all requests, and the other ranks' `follow`."""
+        """End all requests, and the other ranks' `follow`. Once, after the last `step`."""
         for request in [*self.waiting, *self.running]:
             self.cancel(request)
         self._tell(END)

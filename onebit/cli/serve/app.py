@@ -100,7 +100,7 @@ class _Asked(BaseModel):
 
 
 class Completion(_Asked):
-    prompt: str | list[int]
+    prompt: str | list[Annotated[int, Field(ge=-(2**63), lt=2**63)]]
 
 
 class Message(BaseModel):
@@ -171,7 +171,7 @@ def make_app(served: Served, worker: Worker, limits: Limits, token: str | None) 
 
     @app.get("/health")
     async def _() -> JSONResponse:
-        about = {"status": worker.failure or "ok", "running": len(worker.batch.running)}
+        about = {"status": "failed" if worker.failure else "ok", "running": len(worker.batch.running)}
         return JSONResponse(about | {"waiting": len(worker.batch.waiting)}, 503 if worker.failure else 200)
 
     @app.get("/v1/models")
@@ -181,7 +181,10 @@ def make_app(served: Served, worker: Worker, limits: Limits, token: str | None) 
 
     @app.post("/v1/completions")
     async def _(asked: Completion, request: Request) -> Response:
-        tokens = served.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
+        try:
+            tokens = served.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
+        except (ValueError, TypeError) as error:  # a text that is no Unicode
+            raise _Refusal(400, f"prompt: {error}") from error
         return await _answer(asked, tokens, asked.max_tokens or 16, request)
 
     @app.post("/v1/chat/completions")

@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         from .worker import CLOSING, Worker
     except ImportError as error:
         raise UserError(f"a package is missing: {error}; pip install 'onebit[serve]'") from error
-    token = read_token(args.token_file) if args.token_file else os.environ.get(TOKEN)
+    token = read_token(args.token_file) if args.token_file else os.environ.get(TOKEN) or None
     is_local = _is_local(args.host)
     if not is_local and token is None:
         raise UserError(f"--host {args.host} lets other machines ask: set {TOKEN}, or give --token-file")
@@ -96,6 +96,10 @@ def main(argv: Sequence[str]) -> int:
         batch = ContinuousBatch(engine, args.rows)
     except (CheckpointError, ImportError, OSError, ValueError) as error:
         raise UserError(f"{args.model} cannot be served: {error}") from error
+    # Launchers send both to all ranks: those beside rank 0 end when it does. uvicorn handles them on rank 0 while it
+    # runs, and then raises them again for whoever handled them before.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     if port is None:
         assert transport is not None
         batch.follow()
@@ -112,12 +116,9 @@ def main(argv: Sequence[str]) -> int:
     app = make_app(served, worker, Limits(answer_s=args.answer_timeout, hosts=hosts), token)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, server_header=False,
-        timeout_graceful_shutdown=round(args.grace), limit_concurrency=args.rows + args.waiting + 64,
+        timeout_graceful_shutdown=round(min(args.grace, 1e6)), limit_concurrency=args.rows + args.waiting + 64,
     )  # fmt: skip
     server = uvicorn.Server(config)
-    # uvicorn handles both while it runs, and then raises them again for whoever handled them before.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
     log.info("onebit serve: %s at http://%s:%d", served.name, *port.getsockname()[:2])
     server.run(sockets=[port])
     if transport is not None and worker.failure == CLOSING:
@@ -131,9 +132,9 @@ def _bind(host: str, port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         bound.close()
-        raise UserError(f"--host {host} --port {port}: {error.strerror or error}") from error
+        raise UserError(f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}") from error
     return bound
 
 

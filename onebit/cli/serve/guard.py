@@ -82,4 +82,5 @@ async def _refuse(send: Send, status: int, about: str, kind: str) -> None:
 
 def error_of(about: str, kind: str) -> dict[str, object]:
     """An error in the form that clients of this interface expect."""
+    about = about.encode("utf-8", "backslashreplace").decode()  # it may repeat what is no Unicode
     return {"error": {"message": about, "type": kind, "param": None, "code": None}}

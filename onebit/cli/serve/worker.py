@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from ...zero.inference.batch import ContinuousBatch, Request
@@ -117,12 +118,14 @@ class Worker:
                 call = self._calls.get(timeout=self._idle_s) if is_idle else self._calls.get_nowait()
                 if call is None:
                     return False
+                is_idle = False
                 future, function = call
+                if not future.set_running_or_notify_cancel():  # who asked has gone away
+                    continue
                 try:
                     future.set_result(function())
                 except Exception as error:
                     future.set_exception(error)
-                is_idle = False
         except queue.Empty:
             return True
 
@@ -134,6 +137,8 @@ class Worker:
             self._listeners.pop(request, None)
 
     def _refuse(self) -> None:
-        while not self._calls.empty():
-            if (call := self._calls.get_nowait()) is not None:
-                call[0].set_exception(WorkerError(self.failure))
+        with suppress(queue.Empty):  # the server's thread and this one may both be here
+            while True:
+                call = self._calls.get_nowait()
+                if call is not None and call[0].set_running_or_notify_cancel():
+                    call[0].set_exception(WorkerError(self.failure))
