@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_S = 0.02
+MOST_WRITES = 50  # of a name: a store that comes back empty takes one more
 LEAVE_S = 5.0
 
 
@@ -285,14 +286,18 @@ class Rendezvous:
 
     def _next(self, before: Roster | None, missed: Sequence[str], deadline: float) -> Roster:
         epoch = 1 if before is None else before.epoch + 1
-        began, silences = time.monotonic(), _Silences(self._store)
+        began, silences, writes = time.monotonic(), _Silences(self._store), 0
         while (roster := self._read_roster(epoch)) is None:
             now, (arrived, suspects) = time.monotonic(), self._arrived(epoch)
             if self.name not in arrived:  # at first, and again once the store has come back empty
+                if (writes := writes + 1) > MOST_WRITES:  # something else writes there
+                    raise MembershipError(
+                        f"{self.name}: the rendezvous keeps no name for epoch {epoch}: {MOST_WRITES} were written "
+                        "there, and none could be read; give every run a rendezvous of its own"
+                    )
                 key = f"{here(epoch)}/{self._store.add(here(epoch), 1)}"
                 self._write(key, {"name": self.name, "missed": list(missed)})
-                continue
-            if len(arrived) >= self.founders if before is None else self.name in before.names:
+            elif len(arrived) >= self.founders if before is None else self.name in before.names:
                 absent = [] if before is None else [name for name in before.names if name not in arrived]
                 limits = [self.patience.suspect_s if name in suspects else self.patience.silent_s for name in absent]
                 are_silent = [silences.of(name) > limit for name, limit in zip(absent, limits, strict=True)]

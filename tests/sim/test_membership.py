@@ -35,7 +35,7 @@ from onebit.layout.flat import Layout, lay_out
 from onebit.membership import Buffers, Change, Members, MembershipError, begin, end
 from onebit.membership.change import _exchange
 from onebit.membership.members import Standing
-from onebit.membership.rendezvous import Roster
+from onebit.membership.rendezvous import Rendezvous, Roster
 from onebit.reference.onebit_adam import OnebitAdam as OnebitAdamOracle
 from onebit.step import link_probe
 from onebit.step.link_probe import LinkProbe
@@ -1052,6 +1052,21 @@ def test_a_member_that_waits_comes_again_if_the_rendezvous_comes_back_empty() ->
         finally:
             hub.store.set("ended", "yes")
             a.leave(), b.leave()
+
+
+def test_a_rendezvous_that_keeps_no_names_is_an_error() -> None:
+    """Something else overwrites them: a member must not write, and let the others read, for ever."""
+
+    class Overwritten(HashStore):
+        def set(self, key: str, value: str) -> None:
+            super().set(key, "x" if key.startswith("here/") else value)
+
+    alone = Rendezvous(Overwritten, "a")
+    try:
+        with pytest.raises(MembershipError, match="keeps no name for epoch 1"):
+            alone.meet(None)
+    finally:
+        alone.leave()
 
 
 def test_a_name_is_taken_once() -> None:
