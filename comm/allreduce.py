@@ -178,6 +178,22 @@ def compressed_allreduce(
     x_HN = hierarchy.rows(x)
     if hierarchy.local_size > 1:
         x_HN.mul_(1.0 / hierarchy.local_size)
+    yield from average_nodes(x_HN, ef, codec, hierarchy, wire, counts)
+
+
+def average_nodes(
+    x_HN: Tensor, ef: ErrorFeedback | None, codec: Codec, hierarchy: Hierarchy, wire: Wire, counts: Tensor | None = None
+) -> Exchange:
+    """Average over nodes what is the same on all ranks of a node: `compressed_allreduce` without its first sum.
+
+    Args:
+        x_HN: This rank's own rows, float32. Modified: they become the worker residual.
+        ef: As for `compressed_allreduce`, like the following.
+        codec: Format of the frames.
+        hierarchy: Transports to the other ranks.
+        wire: Buffers.
+        counts: Real elements of each block. Default None: all are real.
+    """
     worker_HN = None if ef is None else ef.worker.view(x_HN.shape)
     made_HB = torch.empty_like(wire.sent_HB) if wire.is_inside else wire.sent_HB
     codec.encode(x_HN, worker_HN, made_HB, None if counts is None else hierarchy.rows(counts))

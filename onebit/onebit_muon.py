@@ -1,4 +1,4 @@
-"""1-bit Muon: Muon (Jordan et al., 2024) whose averaged momentum is built from one bit per parameter and step.
+"""1-bit Muon: Muon (Jordan et al., 2024) whose orthogonal moves travel in one bit per parameter and step.
 
 There is no paper about it. `MuonRule` is the step of one bucket from top to bottom; parameters that are not hidden
 matrices take 1-bit Adam's step (`onebit_adam.py`). The arithmetic is in `arithmetic/muon.py`.
@@ -6,6 +6,7 @@ matrices take 1-bit Adam's step (`onebit_adam.py`). The arithmetic is in `arithm
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .arithmetic.muon import adjustment, check_rule, check_use_muon, orthogonalise_
-from .arithmetic.schedule import DenseSteps, long_warmup
-from .comm import Codec
+from .arithmetic.schedule import DenseSteps
+from .comm import Codec, Log4Codec
 from .layout.bucket import Bucket
-from .onebit_adam import AdamRule
+from .onebit_adam import AdamRule, as_float32
 from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import Factored, codec_of_gradients
 from .step.bucket_step import Answer, BucketStep, Decision, Meeting
@@ -26,9 +27,11 @@ from .usage.signature import shows_all_options
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+log = logging.getLogger(__name__)
+
 
 class Matrices(Meeting):
-    """The buffer holds the matrices to orthogonalise. The answer: None, when it is done."""
+    """The buffer holds matrices to be orthogonalised. The answer: None, when they are moves."""
 
 
 class MuonRule(AdamRule):
@@ -52,6 +55,7 @@ class MuonRule(AdamRule):
         super().__init__(schedule, warmup_codec, bias_correction=bias_correction, variance_floor=variance_floor)
         check_rule(momentum, ns_steps, adjust_lr)
         self.beta, self.nesterov, self.ns_steps, self.adjust_lr = momentum, nesterov, ns_steps, adjust_lr
+        self._gathers = False
 
     def options(self) -> dict[str, object]:
         own = {"momentum": self.beta, "nesterov": self.nesterov, "ns_steps": self.ns_steps, "adjust_lr": self.adjust_lr}
@@ -60,49 +64,93 @@ class MuonRule(AdamRule):
     # ---------------------------------------------------------------- a step of one bucket
 
     def step(self, bucket: Bucket, scale: float) -> BucketStep:
-        return self.muon_step(bucket, scale) if self._is_muon(bucket) else super().step(bucket, scale)
+        if not self._is_muon(bucket):
+            return super().step(bucket, scale)
+        return self.averaged_step(bucket, scale) if self.averages_gradients(bucket) else self.muon_step(bucket, scale)
 
-    def muon_step(self, bucket: Bucket, scale: float) -> BucketStep:
+    def averaged_step(self, bucket: Bucket, scale: float) -> BucketStep:
+        """A warm-up step of matrices: the mean gradient enters the momentum, which is the same on all ranks."""
         m, beta = bucket.flat["momentum_buffer"], self.beta
-        if self.averages_gradients(bucket):
-            g, decision = yield from self.placement.mean_gradient(bucket, self._codec_of_gradients(), scale)
-            increment = g.mul_(1.0 - beta)
-        else:
-            increment = bucket.gather(bucket.masked_gradients(), scale * (1.0 - beta))
-            decision = yield from self.placement.average(bucket)  # in one bit, with error feedback
-            assert bucket.ef is not None
-            if decision.clip_factor != 1.0:
-                lacks = float(decision.clip_factor) - 1.0
-                yield from self.placement.add_to_error(bucket, scale * (1.0 - beta) * lacks)
-            bucket.ef.commit()
-            increment = bucket.buffer  # the exchange may have replaced it
-            self.codec.decode(self.placement.frames(bucket), bucket.rows(increment))
-        if (may_move := bucket.may_move()) is not None:
-            increment.mul_(may_move)  # a frame of signs holds no zeros
-        m.mul_(beta).add_(increment)
+        g, decision = yield from self.placement.mean_gradient(bucket, self._codec_of_gradients(), scale)
+        m.mul_(beta).add_(g.mul_(1.0 - beta))
         self.mask_state(bucket)
         if self.nesterov:
-            increment.add_(m, alpha=beta)  # (1-β)·ḡ + β·m
+            g.add_(m, alpha=beta)  # (1-β)·ḡ + β·m
         else:
-            increment.copy_(m)
+            g.copy_(m)
         yield Matrices()
-        self.descend(bucket, decision)
+        self._descend(bucket, decision)
 
-    def descend(self, bucket: Bucket, decision: Decision) -> None:
-        """p ← p - lr·(a·O + wd·p), with O in the buffer."""
-        group = bucket.group
-        lr, decay = float(group["lr"]), float(group["lr"]) * group["weight_decay"]
-        for update, p, held in zip(bucket.views, bucket.params, bucket.local_values, strict=True):
-            update.mul_(lr * adjustment(p.shape, self.adjust_lr)).add_(held.float(), alpha=decay)
+    def muon_step(self, bucket: Bucket, scale: float) -> BucketStep:
+        """A step of matrices after it: each node's own momentum makes its moves, and their mean travels in one bit."""
+        m, beta = bucket.flat["momentum_buffer"], self.beta
+        grads, scale = yield from self.placement.node_gradients(bucket, scale)
+        u = bucket.gather(grads, scale * (1.0 - beta))
+        if self.nesterov:
+            u.mul_(1.0 + beta).add_(m, alpha=beta * beta)  # (1-β)·g + β·(β·m + (1-β)·g)
+        else:
+            u.add_(m, alpha=beta)
+        self._make_moves(bucket)
+        for move, g in zip(bucket.views, grads, strict=True):
+            # Without a gradient there is no move: a momentum that fades would move as far as any other.
+            move.zero_() if g is None else move.mul_(g.any())
+        if (may_move := bucket.may_move()) is not None:
+            u.mul_(may_move)
+        decision = yield from self.placement.average(bucket, is_of_node=True)
+
+        m.mul_(beta)
+        for view, g in zip(bucket.layout.views(m), grads, strict=True):
+            if g is not None:
+                view.add_(g, alpha=scale * float(decision.clip_factor) * (1.0 - beta))
+        assert bucket.ef is not None
+        bucket.ef.commit()
+        self.mask_state(bucket)
+        frames = self.placement.frames(bucket)
+        if bucket.masks is None:
+            weight, keep = -as_float32(float(bucket.group["lr"])), as_float32(1.0 - self._decay(bucket))
+            numbers = (self.placement.constant(bucket, number) for number in (weight, keep))
+            self.placement.apply(bucket, decision, frames, *numbers)
+        else:
+            self.codec.decode(frames, bucket.rows(bucket.buffer))
+            self._descend(bucket, decision)
+
+    def _make_moves(self, bucket: Bucket) -> None:
+        """The buffer's matrices ← a·O. All ranks that hold their shards."""
+        orthogonalise_(bucket.views, bucket.params, self.ns_steps, first=bucket.first)
+        for move, p in zip(bucket.views, bucket.params, strict=True):
+            move.mul_(adjustment(p.shape, self.adjust_lr))
+
+    def _descend(self, bucket: Bucket, decision: Decision) -> None:
+        """p ← p - lr·(a·O + wd·p), with a·O in the buffer."""
+        bucket.buffer.mul_(float(bucket.group["lr"]))
+        torch._foreach_add_(bucket.views, [p.float() for p in bucket.local_values], alpha=self._decay(bucket))
         self.placement.move(bucket, decision)
 
+    @staticmethod
+    def _decay(bucket: Bucket) -> float:
+        return float(bucket.group["lr"]) * float(bucket.group["weight_decay"])
+
     def meet(self, buckets: Sequence[Bucket], meetings: Sequence[Meeting]) -> Sequence[Answer]:
-        """Orthogonalise all matrices. Every replica does so itself; ranks that hold shards of one share the work."""
-        pairs = [(u, p) for bucket in buckets for u, p in zip(bucket.views, bucket.params, strict=True)]
-        orthogonalise_([u for u, _ in pairs], [p for _, p in pairs], self.ns_steps)
+        """Make the moves of all buckets in a warm-up step. Every replica does so itself."""
+        for bucket in buckets:
+            self._make_moves(bucket)
         return [None] * len(buckets)
 
     # ---------------------------------------------------------------- which kind of step
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        compressed = (bucket for bucket in self.buckets if self._is_muon(bucket) and bucket.phase == "compressed")
+        self._gathers = any(hasattr(p, "to_local") for bucket in compressed for p in bucket.params)
+
+    @property
+    def waits_for_backward(self) -> bool:
+        return self._gathers  # the model's own collectives run there, in an order that no hook knows
+
+    def averages_gradients(self, bucket: Bucket) -> bool:
+        if self._is_muon(bucket):
+            return bucket.phase == "warmup"  # refreshes would measure a variance, and a matrix has none
+        return super().averages_gradients(bucket)
 
     def _is_muon(self, bucket: Bucket) -> bool:
         return bool(bucket.group["use_muon"])
@@ -114,11 +162,16 @@ class MuonRule(AdamRule):
         if not self._is_muon(bucket):
             super().freeze(bucket)
             return
-        bucket.phase = "compressed"
+        self._enter_phase(bucket, "compressed")
+        self.buckets.publish(bucket)
+
+    def _enter_phase(self, bucket: Bucket, phase: str) -> None:
+        """Begin a phase of matrices; their momentum stays."""
+        is_compressed = phase == "compressed"
+        bucket.phase, bucket.ef = phase, self.placement.new_errors(bucket) if is_compressed else None
+        bucket.of_this_rank = ("momentum_buffer",) if is_compressed else ()
         bucket.wires.clear()
         bucket.release_buffer()
-        bucket.ef = self.placement.new_errors(bucket)
-        self.buckets.publish(bucket)
 
     # ---------------------------------------------------------------- state
 
@@ -139,10 +192,8 @@ class MuonRule(AdamRule):
         if not self._is_muon(bucket):
             super().allocate(bucket, phase)
             return
-        bucket.phase, bucket.ef = phase, None if phase == "warmup" else self.placement.new_errors(bucket)
         bucket.flat = {"momentum_buffer": torch.zeros(bucket.layout.numel, device=bucket.device, dtype=torch.float32)}
-        bucket.wires.clear()
-        bucket.release_buffer()
+        self._enter_phase(bucket, phase)
 
     def momentum(self, bucket: Bucket) -> Tensor:
         if not self._is_muon(bucket):
@@ -155,7 +206,25 @@ class MuonRule(AdamRule):
     def last_average(self, bucket: Bucket) -> Tensor:
         if not self._is_muon(bucket):
             return super().last_average(bucket)
-        return bucket.flat["momentum_buffer"] * (1.0 - self.beta)
+        if self.codec not in bucket.wires:
+            return torch.zeros(bucket.layout.numel, device=bucket.device, dtype=torch.float32)
+        return self.placement.unpacked(bucket, self.placement.frames(bucket))
+
+    def record(self) -> State:
+        return {**super().record(), "residuals": "moves"}
+
+    def load_record(self, record: State) -> None:
+        super().load_record(record)
+        if record.get("residuals") == "moves":
+            return
+        compressed = [bucket for bucket in self.buckets if self._is_muon(bucket) and bucket.ef is not None]
+        for bucket in compressed:
+            bucket.ef = self.placement.new_errors(bucket)
+        if compressed and self.placement.transport.rank == 0:
+            log.warning(
+                "this state of OnebitMuon is of version 0.2 or older, which compressed gradients: residuals of these "
+                "cannot be added to moves, and begin at zero"
+            )
 
 
 @shows_all_options(CommonOptions)
@@ -164,26 +233,29 @@ class OnebitMuon(CompressedOptimizer):
 
         optimizer = onebit.OnebitMuon(onebit.muon_groups(model, head=model.head), lr=1e-3)
 
-    Groups with use_muon hold matrices. Between warm-up and the end of the run, per step and bucket of theirs:
+    Groups with use_muon hold matrices. After the warm-up, per step and bucket of theirs:
 
-    1. c_i = (1-β)·g_i + e_i on each rank; its signs and scales go to the chunks' owners; e_i keeps the rest.
-    2. The owner averages, adds its own error, compresses again and sends the result, d, to all.
-    3. m ← β·m + d;  u = β·m + d (nesterov) or m;  O = `newton_schulz`(u), on each matrix;
-       p ← p - lr·(a·O + wd·p), a = `adjustment`.
+    1. m_i ← β·m_i + (1-β)·g_i on each node i (rank, if nodes have one), with its mean gradient;
+       u_i = β·m_i + (1-β)·g_i (nesterov) or m_i;  O_i = a·`newton_schulz`(u_i), on each matrix, a = `adjustment`.
+    2. c_i = O_i + e_i; its signs and scales go to the chunks' owners; e_i keeps the rest.
+    3. The owner averages, adds its own error, compresses again and sends the result, d, to all.
+       p ← p - lr·(d + wd·p).
 
-    The momentum's increment travels, not the momentum. Both take one bit. But orthogonalisation gives every direction
-    of its input the same weight. Signs of a momentum bring fresh noise of compression into all directions in every
-    step; an error in an increment is corrected in the next step, and averages out over 1/(1-β) steps
-    (`docs/differences.md` has both). In the warm-up, and with "auto" in occasional refreshes, d is (1-β)·ḡ, the mean
-    gradient in `warmup_codec`: with one bit from the first step on, the loss never makes up for the start.
+    So what is compressed is added to parameters, where the errors of two steps cancel each other. If a momentum built
+    from compressed gradients is orthogonalised, as in version 0.2, their errors get the same weight as all directions
+    of the momentum, and the loss is 7 instead of 1 % above Muon's (`docs/differences.md`). The mean of orthogonal
+    matrices takes the place of the orthogonalised mean: the larger the batch of one node, the smaller the difference.
+
+    A matrix without a gradient on a node, or with one of zeros, counts as a move of zero there. In the warm-up the mean
+    gradient is exchanged in `warmup_codec`, and every replica orthogonalises the same momentum for itself; on different
+    processors that may give different bits, which `check_replicas_every` finds and ends with ReplicaError. Later steps
+    apply the same frames everywhere.
 
     Groups without use_muon (embeddings, head, vectors) take 1-bit Adam's step.
 
-    Every replica orthogonalises for itself. On different processors matrices may get different bits, which
-    `check_replicas_every` finds and ends with ReplicaError.
-
     State on each rank, bytes per parameter of a matrix: m 4, worker error 4 (bf16: 2), server error 4/W (2/W). Sends
-    per rank 2·(W-1)/W·(1 + 16/block) bits per parameter.
+    per rank 2·(W-1)/W·(1 + 16/block) bits per parameter. Ranks of a node also exchange their gradients in float32. If a
+    model is sharded inside a node, its ranks gather each matrix in every step, and buckets are sent in step().
 
     Args:
         params: Groups with `use_muon`, e.g. from `onebit.muon_groups`; the same on all ranks.
@@ -196,8 +268,8 @@ class OnebitMuon(CompressedOptimizer):
         ns_steps: Iterations of `newton_schulz`. Default 5.
         adjust_lr: Factor a of the learning rate: "match_rms_adamw", with which one rate suits matrices and the rest, or
             "original". See `adjustment`. Default "match_rms_adamw".
-        freeze_step: Warm-up steps. "auto" (default): 100, and then refreshes as in `long_warmup`.
-        warmup_codec: Format of gradients, as in `OnebitAdam`. Default None: `Int8Codec`.
+        freeze_step: Warm-up steps, as in `OnebitAdam`. "auto" (default): 4; groups without use_muon have refreshes.
+        warmup_codec: Format of gradients, as in `OnebitAdam`. Default None: `Log4Codec`.
         bias_correction: Whether moments are corrected for their start from zero. Default True.
         variance_floor: Least variance in groups without use_muon, as in `OnebitAdam`. Default .01.
         **common: See `CommonOptions`.
@@ -228,8 +300,8 @@ class OnebitMuon(CompressedOptimizer):
         **common: Unpack[CommonOptions],
     ):
         rule = self.rule_type(
-            long_warmup(freeze_step),
-            codec_of_gradients(warmup_codec, common.get("codec")),
+            DenseSteps(freeze_step),
+            codec_of_gradients(warmup_codec, common.get("codec"), Log4Codec),
             bias_correction=bias_correction,
             variance_floor=variance_floor,
             momentum=momentum,

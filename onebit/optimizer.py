@@ -296,7 +296,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             return
         if self._driver.state is StepState.IDLE:
             self._begin()
-        if self._is_delayed or self.rule.is_silent() or self._clips_before_sending:
+        if self._is_delayed or self.rule.is_silent() or self._clips_before_sending or self.rule.waits_for_backward:
             return
         with torch.no_grad(), self.computing.paused():
             while self._driver.catch_up() and (bucket := self._next_complete()) is not None:

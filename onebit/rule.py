@@ -204,6 +204,11 @@ class Rule(BucketRule[Bucket]):
         return False
 
     @property
+    def waits_for_backward(self) -> bool:
+        """Whether buckets are sent in step() alone, as their steps begin with collectives of the model's ranks."""
+        return False
+
+    @property
     def asks_first(self) -> bool:
         """Whether ranks compare options before the first bucket of a step is sent, as its kind follows from them."""
         return False

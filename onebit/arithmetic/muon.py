@@ -40,7 +40,7 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     return (y.mT if is_tall else y).float()
 
 
-def orthogonalise_(updates: Sequence[Tensor], params: Sequence[Tensor], steps: int) -> None:
+def orthogonalise_(updates: Sequence[Tensor], params: Sequence[Tensor], steps: int, *, first: int = 0) -> None:
     """u ← `newton_schulz`(u) for the update of each parameter, in place.
 
     A parameter of more than two dimensions is a matrix of its first by all others. A sharded parameter (a DTensor) is
@@ -52,8 +52,9 @@ def orthogonalise_(updates: Sequence[Tensor], params: Sequence[Tensor], steps: i
         updates: This rank's parts of the updates, float32, modified in place.
         params: Their parameters.
         steps: Number of iterations.
+        first: Number k of the first parameter. Default 0.
     """
-    for k, (u, p) in enumerate(zip(updates, params, strict=True)):
+    for k, (u, p) in enumerate(zip(updates, params, strict=True), first):
         if hasattr(p, "to_local"):
             _orthogonalise_shard_(u, p, k, steps)
         elif u.numel() > 0:

@@ -118,7 +118,7 @@ class DenseSteps:
 
 
 def long_warmup(freeze_step: int | str = "auto") -> DenseSteps:
-    """The dense steps of optimizers whose warm-up measures more than a variance: LAMB's trust ratios, Muon's momentum.
+    """The dense steps of 1-bit LAMB, whose warm-up measures more than a variance: its trust ratios.
 
     Args:
         freeze_step: As in `DenseSteps`; "auto" has a warm-up of 100 steps, and then 16 refreshes with each gap.

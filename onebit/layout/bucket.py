@@ -41,6 +41,7 @@ class Bucket:
             buckets.
         phase: "warmup", or the rule's name of a later phase.
         flat: State with one element per element, by name, each [W·N].
+        of_this_rank: Names of the flat state that each rank has for itself; the rest is the same on all.
         frames: The packed m/D, uint8 [W, B]; None before compression has begun.
         layers: Values that a rule keeps for each parameter, by name.
         live_J: Which blocks have ever seen a gradient.
@@ -66,6 +67,7 @@ class Bucket:
     steps: Tensor
     phase: str = ""
     flat: dict[str, Tensor] = field(default_factory=dict)
+    of_this_rank: tuple[str, ...] = ()
     frames: Tensor | None = None
     layers: dict[str, Tensor] = field(default_factory=dict)
     live_J: Tensor | None = None
@@ -195,7 +197,8 @@ class Bucket:
 
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of the state that has the same bits on every replica while these are synchronised."""
-        for name, tensor in (*self.flat.items(), ("masters", self.masters.flat), ("packed momentum", self.frames)):
+        shared = [(name, tensor) for name, tensor in self.flat.items() if name not in self.of_this_rank]
+        for name, tensor in (*shared, ("masters", self.masters.flat), ("packed momentum", self.frames)):
             if tensor is not None and tensor.numel() > 0:
                 yield f"{name} of the bucket that begins with {self.names[0]}", tensor
 

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., 2024) with a momentum built from increments in one bit. No paper describes the one-bit form."""
+"""Muon (Jordan et al., 2024) whose orthogonal moves travel in one bit. No paper describes the one-bit form."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def orthogonalised(x: Array, steps: int = 5) -> Array:
 
 @dataclass
 class OnebitMuon:
-    """Muon for n workers, with a momentum built from increments in one bit, and error feedback in both phases.
+    """Muon for n workers: each orthogonalises its own momentum, and the mean of their moves travels in one bit.
 
-    shapes: those of the matrices, which are concatenated in x. dense: how many first steps use the mean gradient.
+    Error feedback in both phases. shapes: those of the matrices, which are concatenated in x. dense: number of first
+    steps in which the mean gradient enters the momentum of every worker.
     """
 
     x: Array
@@ -39,25 +40,31 @@ class OnebitMuon:
     def __post_init__(self) -> None:
         self.t = 0
         self.blocks = parameter_blocks([r * c for r, c in self.shapes], self.block)
-        self.m, self.server_error = np.zeros_like(self.x), np.zeros_like(self.x)
-        self.worker_error = np.zeros((self.workers, len(self.x)))
+        self.m, self.worker_error = (np.zeros((self.workers, len(self.x))) for _ in range(2))
+        self.server_error = np.zeros_like(self.x)
 
     def step(self, grads: Array, lr: float) -> None:
-        d = (1 - self.momentum) * grads.mean(0) if self.t < self.dense else self.compressed(grads)
+        if self.t < self.dense:
+            grads = np.broadcast_to(grads.mean(0), grads.shape)
+        self.m = self.momentum * self.m + (1 - self.momentum) * grads
+        u = self.momentum * self.m + (1 - self.momentum) * grads if self.nesterov else self.m
+        moves = np.stack([self.moves(each) for each in u])
+        d = moves.mean(0) if self.t < self.dense else self.compressed(moves)
+        self.x = self.x - lr * (d + self.weight_decay * self.x)
         self.t += 1
-        self.m = self.momentum * self.m + d
-        u = self.momentum * self.m + d if self.nesterov else self.m
-        end = 0
+
+    def moves(self, u: Array) -> Array:
+        moves, end = np.zeros_like(u), 0
         for r, c in self.shapes:
             place = slice(end, end := end + r * c)
             factor = 0.2 * np.sqrt(max(r, c)) if self.adjust_lr == "match_rms_adamw" else np.sqrt(max(1, r / c))
-            move = factor * orthogonalised(u[place].reshape(r, c)).reshape(-1)
-            self.x[place] -= lr * (move + self.weight_decay * self.x[place])
+            moves[place] = factor * orthogonalised(u[place].reshape(r, c)).reshape(-1)
+        return moves
 
-    def compressed(self, grads: Array) -> Array:
-        q = np.zeros_like(grads)
+    def compressed(self, moves: Array) -> Array:
+        q = np.zeros_like(moves)
         for i in range(self.workers):
-            c = (1 - self.momentum) * grads[i] + self.worker_error[i]
+            c = moves[i] + self.worker_error[i]
             q[i] = compress(c, self.blocks)
             self.worker_error[i] = c - q[i]
         a = q.mean(0) + self.server_error

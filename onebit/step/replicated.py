@@ -150,7 +150,28 @@ class Replicated:
         decision = yield arrived
         return (g if decision.clip_factor == 1.0 else g.mul_(decision.clip_factor)), decision
 
-    def average(self, bucket: Bucket) -> Generator[Work | Meeting, Answer, Decision]:
+    def node_gradients(
+        self, bucket: Bucket, scale: float
+    ) -> Generator[Work | Meeting, Answer, tuple[Sequence[Tensor | None], float]]:
+        """The mean over this rank's node of the gradients of each parameter, and the factor that it lacks.
+
+        In a flat world this rank's own gradients, None for a parameter without one, and nothing is sent. Otherwise
+        zeros stand for missing ones; yields two Works, and sends 8·(L-1)/L bytes per element inside the node.
+
+        Args:
+            bucket: The bucket. In a hierarchy its buffer is overwritten.
+            scale: Factor of the gradients.
+        """
+        grads, L = bucket.masked_gradients(), self.hierarchy.local_size
+        if L == 1:
+            return grads, scale
+        flat = bucket.gather(grads, scale / L)
+        yield from self.hierarchy.sum_intra_node(flat)
+        rows = bucket.own_rows(flat).view(torch.uint8)
+        whole = yield from self.hierarchy.gather_intra_node(rows)
+        return bucket.layout.views(whole.view(torch.float32).view(-1)), 1.0
+
+    def average(self, bucket: Bucket, *, is_of_node: bool = False) -> Generator[Work | Meeting, Answer, Decision]:
         """Average the ranks' buffers, compressed, with error feedback. Meets the other buckets.
 
         The frames of the average are in the codec's wire. The bucket's `ef` holds the new residuals once it is
@@ -158,9 +179,13 @@ class Replicated:
 
         Args:
             bucket: The bucket, with this rank's values in its buffer.
+            is_of_node: Whether all ranks of a node have the same values. Default False.
         """
-        wire = self.wire(bucket, self.codec)
-        yield from comm.compressed_allreduce(bucket.buffer, bucket.ef, self.codec, self.transport, wire, bucket.counts)
+        wire, ef, flat = self.wire(bucket, self.codec), bucket.ef, bucket.buffer
+        if is_of_node:
+            yield from comm.average_nodes(bucket.own_rows(flat), ef, self.codec, self.hierarchy, wire, bucket.counts)
+        else:
+            yield from comm.compressed_allreduce(flat, ef, self.codec, self.transport, wire, bucket.counts)
         decision: Decision = yield self._arrived(bucket)
         return decision
 
@@ -199,25 +224,6 @@ class Replicated:
             error_HN = bucket.ef.worker_next.view(-1, bucket.layout.chunk)
             self.codec.correct_residual(momentum, float(decision.clip_factor), error_HN)
         return decision
-
-    def add_to_error(self, bucket: Bucket, weight: float) -> Exchange:
-        """The next worker error ← it + weight·g, g the gradients of this rank, or the mean of its node's.
-
-        Yields one Work, none in a flat world, as `Hierarchy.sum_intra_node`. All ranks of the node.
-
-        Args:
-            bucket: The bucket, after an exchange that is not committed. In a hierarchy its buffer is overwritten.
-            weight: Factor of the gradients.
-        """
-        assert bucket.ef is not None
-        if self.hierarchy.local_size > 1:
-            flat = bucket.gather(bucket.masked_gradients(), weight / self.hierarchy.local_size)
-            yield from self.hierarchy.sum_intra_node(flat)
-            bucket.ef.worker_next.add_(bucket.own_rows(flat).view(-1))
-            return
-        for error, g in zip(bucket.layout.views(bucket.ef.worker_next), bucket.masked_gradients(), strict=True):
-            if g is not None:
-                error.add_(g, alpha=weight)
 
     def send_again(self, bucket: Bucket, sent: Tensor) -> Generator[Work | Meeting, Answer, Decision]:
         """Complete an average for which an earlier process has encoded this rank's frames. Meets the other buckets.

@@ -21,9 +21,6 @@ from train.schedule import lr_fraction, train_steps
 import onebit
 from onebit.arithmetic.schedule import long_warmup
 from onebit.comm import IdentityCodec, Int8Codec, Log4Codec, SimTransport, run_ranks
-from onebit.layout.bucket import Bucket
-from onebit.onebit_muon import Matrices, MuonRule
-from onebit.step.bucket_step import BucketStep
 from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
 from study.catalog import load_task
 from study.tasks import Batch, Task
@@ -205,29 +202,6 @@ class DenseMuon:
             each.zero_grad()
 
 
-class _MomentumInSigns(MuonRule):
-    """The momentum itself in one bit, as 1-bit Adam sends it, in place of its increments. Dense steps stay the same."""
-
-    def muon_step(self, bucket: Bucket, scale: float) -> BucketStep:
-        if self.averages_gradients(bucket):
-            yield from super().muon_step(bucket, scale)
-            return
-        m, beta = bucket.flat["momentum_buffer"], self.beta
-        bucket.gather(self.masks.gradients(bucket), scale * (1.0 - beta)).add_(m, alpha=beta)
-        decision = yield from self.placement.average(bucket)
-        bucket.ef.commit()
-        self.codec.decode(self.placement.frames(bucket), bucket.rows(m))
-        bucket.buffer.copy_(m)
-        yield Matrices()
-        self.descend(bucket, decision)
-
-
-class MuonInSigns(onebit.OnebitMuon):
-    """`_MomentumInSigns` as an optimizer."""
-
-    rule_type = _MomentumInSigns
-
-
 METHODS = {
     method.name: method
     for method in (
@@ -256,18 +230,6 @@ METHODS = {
             "onebit-muon",
             "muon",
             lambda groups, transport, steps: onebit.OnebitMuon(groups, transport=transport),
-            groups=_muon_groups,
-        ),
-        Method(
-            "onebit-muon, four bits",
-            "muon",
-            lambda groups, transport, steps: onebit.OnebitMuon(groups, transport=transport, codec=Log4Codec()),
-            groups=_muon_groups,
-        ),
-        Method(
-            "onebit-muon, momentum in signs",
-            "muon",
-            lambda groups, transport, steps: MuonInSigns(groups, transport=transport),
             groups=_muon_groups,
         ),
         _sharded_lamb("int4 differences"),

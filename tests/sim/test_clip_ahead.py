@@ -95,15 +95,22 @@ class Waiting:
 
 
 def total(optimizer: CompressedOptimizer, world_size: int) -> Tensor:
-    """This rank's share of the momentum that all ranks have, and of their errors."""
-    rule, held = optimizer.rule, []
+    """This rank's share of the momentum that all ranks have, and of their errors.
+
+    Of matrices the momentum alone, in which a gradient gets its own factor: the move that it made stays as it was sent.
+    """
+    rule, held, errors = optimizer.rule, [], owed(optimizer)
     for bucket in optimizer.buckets:
         if isinstance(optimizer, onebit.ZeroOneAdam):
             m = bucket.flat["exp_avg_update"] * rule._weights[bucket.group_index]
+        elif bucket.group.get("use_muon"):
+            m = bucket.flat["momentum_buffer"]
+            done = sum(map(len, held))
+            errors[done : done + bucket.layout.parameter_numel] = 0.0
         else:
-            m = bucket.flat["momentum_buffer"] if bucket.group.get("use_muon") else rule.last_average(bucket)
+            m = rule.last_average(bucket)
         held += [view.double().reshape(-1) / world_size for view in bucket.layout.views(m)]
-    return torch.cat(held) + owed(optimizer)
+    return torch.cat(held) + errors
 
 
 @pytest.mark.pairwise

@@ -80,6 +80,31 @@ def test_equals_the_textbook_loop(world_size: int, options: dict) -> None:
     np.testing.assert_allclose(results[0], np.stack(expected), atol=5e-4, rtol=0)
 
 
+@pytest.mark.parametrize("present", [0, 1])
+def test_a_rank_without_a_gradient_does_not_go_on_by_its_old_momentum(present: int) -> None:
+    """The momentum fades, but the move of any momentum has the same size. Of two ranks one has a gradient, or none."""
+    gradients, moves = [torch.randn(4, 8, generator=torch.Generator().manual_seed(k)) for k in range(2)], 40
+
+    def work(transport: SimTransport) -> Tensor:
+        params = [nn.Parameter(torch.zeros(4, 8)) for _ in gradients]
+        group = {"params": params, "use_muon": True}
+        optimizer = onebit.OnebitMuon([group], lr=0.01, weight_decay=0.0, freeze_step=1, transport=transport)
+        for step in range(10 + moves):
+            for p, g in zip(params, gradients, strict=True):
+                p.grad = g.clone()
+            if step >= 10:
+                params[1].grad = gradients[1].clone() if transport.rank < present else None
+            else:
+                before = params[1].detach().clone()
+            optimizer.step()
+        return params[1].detach() - before
+
+    first, second = run_ranks(2, work)
+    one_move = 0.01 * adjustment((4, 8), "match_rms_adamw") * newton_schulz(gradients[1])
+    assert torch.equal(first, second)
+    torch.testing.assert_close(-first, one_move + moves * present / 2 * one_move, rtol=0, atol=0.02)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (7, 3), (64, 64), (5, 1)])
 def test_newton_schulz_is_the_quintic_of_the_singular_values(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
@@ -243,6 +268,23 @@ def test_a_state_that_is_not_this_muons_is_refused_before_anything_changes() -> 
     losses(SimTransport(), net, optimizer, range(6, 8))
 
 
+def test_residuals_of_gradients_are_none_of_moves(caplog: pytest.LogCaptureFixture) -> None:
+    """Up to version 0.2 increments of the momentum were compressed."""
+    net = built()
+    optimizer = make(net, SimTransport())
+    losses(SimTransport(), net, optimizer, range(8))
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(state))
+    matrices = [bucket for bucket in optimizer.buckets if bucket.group["use_muon"]]
+    assert not caplog.messages and all(bucket.ef.worker.any() for bucket in matrices)
+    del state["onebit"]["residuals"]
+    optimizer.load_state_dict(state)
+    assert "version 0.2 or older" in caplog.text
+    assert not any(bucket.ef.worker.any() or bucket.ef.server.any() for bucket in matrices)
+    assert all(bucket.ef.worker.any() for bucket in optimizer.buckets if bucket not in matrices)
+    losses(SimTransport(), net, optimizer, range(8, 10))
+
+
 @pytest.mark.parametrize("are_all_hidden", [False, True])
 def test_matrices_warm_up_and_freeze_as_the_others_do(are_all_hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The phase is said, nothing is owed before anything is sent in one bit, and "auto" asks the network once."""
@@ -271,12 +313,12 @@ def test_matrices_warm_up_and_freeze_as_the_others_do(are_all_hidden: bool, monk
 
 
 def test_what_may_not_move_is_not_orthogonalised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frame of signs holds no zeros: what it says of masked elements must not take part in the matrix."""
+    """The gradient of a masked element must not take part in the matrix."""
     orthogonalise_, seen = onebit_muon.orthogonalise_, []
 
-    def spied(updates: list[Tensor], params: list[Tensor], steps: int) -> None:
+    def spied(updates: list[Tensor], params: list[Tensor], steps: int, *, first: int) -> None:
         seen.extend(bool(u[:, 6:].any()) or not bool(u[:, :6].any()) for u in updates)
-        orthogonalise_(updates, params, steps)
+        orthogonalise_(updates, params, steps, first=first)
 
     monkeypatch.setattr(onebit_muon, "orthogonalise_", spied)
     mask = torch.ones(8, 12)

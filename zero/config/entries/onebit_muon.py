@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ....arithmetic.muon import ADJUSTMENTS, hidden_matrices, with_use_muon
-from ....arithmetic.schedule import long_warmup
+from ....arithmetic.schedule import DenseSteps
 from ....onebit_muon import OnebitMuon
 from ..schema import BOOL, FLOAT, INT, STEPS, TEXT, Inert, key
 from .base import ONE_BIT_INERT, AdamParams, BuildOptions, Footprint, OptimizerEntry
@@ -72,7 +72,9 @@ ENTRY = OptimizerEntry(
     OnebitMuonParams,
     _build,
     is_one_bit=True,
-    footprint=Footprint(moments=lambda frame: 4.0, sent=lambda frame: frame, dense_steps=long_warmup().count),
+    footprint=Footprint(
+        moments=lambda frame: 4.0, sent=lambda frame: frame, dense_steps=DenseSteps().count, gradients="log4"
+    ),
     flag="onebit-muon",
     flag_keys={"freeze_step": "warm-up steps, or auto"},
 )
