@@ -5,11 +5,11 @@
 All methods see the same batches. AdamW averages gradients in every step, and "AdamW with an outer step" takes
 Nesterov's step over its own last H steps, as DiLoCo does: what such a step gives one worker alone. "DiLoCo" is the
 published outer step (.7, .9) over differences in full or in eight bits; "local" takes the mean of the weights, "one
-bit" the same from frames in one bit, "corrected" with `LocalSteps`' correction over 80 steps. "one worker alone"
-has one rank's batches and no network: what the others add is the distance from it. Each method has the rate that suits
-it best of those given, by the mean over seeds. "speeds 1 : 3" has ranks of unlike speed in balanced rounds, and as many
-samples as the others in all. Locality: local differences in full against AdamW; compression: one bit
-against differences in full, by equal schedules.
+bit" the same from frames in one bit, "corrected" with `LocalSteps`' correction over 80 steps. Methods with "Muon" have
+it in AdamW's place. "one worker alone" has one rank's batches and no network: what the others add is the distance from
+it. Each method has the rate that suits it best of those given, by the mean over seeds. "speeds 1 : 3" has ranks of
+unlike speed in balanced rounds, and as many samples as the others in all. Locality: local differences in full against
+AdamW; compression: one bit against differences in full, by equal schedules.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from train.schedule import lr_fraction
 import onebit
 from onebit.comm import Codec, IdentityCodec, Int8Codec, SignCodec, SimTransport, run_ranks
 from study.catalog import TASKS, load_task
-from study.run import WEIGHT_DECAY
+from study.run import WEIGHT_DECAY, muon_groups
 from study.tasks import Task
 
 
@@ -58,7 +58,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Way:
-    """every_of: what LocalSteps takes, of a job; None: AdamW alone. is_one_worker: all batches in one.
+    """every_of: what LocalSteps takes, of a job; None: AdamW alone. is_one_worker: all batches in one. is_muon: Muon
+    in place of AdamW.
 
     speeds: of the ranks, in balanced rounds; one of speed 1 sleeps until a step has taken SLOWEST_S.
     """
@@ -68,6 +69,7 @@ class Way:
     outer: tuple[float, float] = (1.0, 0.0)
     is_one_worker: bool = False
     is_alone: bool = False
+    is_muon: bool = False
     fragments: int = 1
     delay_of: Callable[[Job], int] = lambda job: 0
     correction_steps: int = 0
@@ -95,7 +97,11 @@ WAYS = {
     "AdamW": Way(is_one_worker=True),
     "one worker alone": Way(is_one_worker=True, is_alone=True),
     "AdamW with an outer step": Way(_fixed, IdentityCodec(), NESTEROV, is_one_worker=True),
+    "Muon": Way(is_one_worker=True, is_muon=True),
     "local": Way(_fixed, IdentityCodec()),
+    "local, Muon": Way(_fixed, IdentityCodec(), is_muon=True),
+    "one bit, Muon": Way(_fixed, SignCodec(), is_muon=True),
+    "one bit, started, Muon": Way(_started, SignCodec(), is_muon=True),
     "one bit": Way(_fixed, SignCodec()),
     "one bit, started": Way(_started, SignCodec()),
     "local, started": Way(_started, IdentityCodec()),
@@ -123,7 +129,11 @@ def run_job(job: Job) -> dict:
 
 def _train(job: Job, way: Way, task: Task, transport: SimTransport) -> tuple[float, float]:
     model = task.build(job.seed)
-    inner: torch.optim.Optimizer = torch.optim.AdamW(decay_groups(model, WEIGHT_DECAY), lr=job.lr)
+    inner: torch.optim.Optimizer
+    if way.is_muon:
+        inner = onebit.Muon(muon_groups(model), lr=job.lr)
+    else:
+        inner = torch.optim.AdamW(decay_groups(model, WEIGHT_DECAY), lr=job.lr)
     optimizer = inner
     if way.every_of is not None:
         optimizer = onebit.LocalSteps(
@@ -187,6 +197,7 @@ def report(results: Sequence[dict]) -> Iterator[str]:
     best = {key: _best(compared, *key) for key in rates_of}
     plain = next((value for (method, _), value in best.items() if method == "AdamW"), None)
     in_full = {"one bit": "local", "one bit, started": "local, started", "DiLoCo, one bit": "DiLoCo, fp32"}
+    in_full |= {"local, Muon": "Muon", "one bit, Muon": "local, Muon"}
     in_full |= {"one bit, speeds 1 : 3": "one bit", "local, speeds 1 : 3": "local"}
     in_full |= {"DiLoCo, int8": "DiLoCo, fp32", "DiLoCo, .7 and .6, one bit": "DiLoCo, .7 and .6, fp32"}
     for (method, every), (lr, losses, bits) in best.items():

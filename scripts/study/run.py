@@ -173,7 +173,7 @@ def _sharded_lamb(name: str, **options: object) -> Method:
     )
 
 
-def _muon_groups(model: nn.Module) -> list[dict]:
+def muon_groups(model: nn.Module) -> list[dict]:
     """As `decay_groups`, and hidden matrices apart from embeddings. The heads of the tasks here are embeddings."""
     kinds = [(group["use_muon"], [p for _, p in group["params"]]) for group in onebit.muon_groups(model, head=None)]
     return [
@@ -225,12 +225,12 @@ METHODS = {
         _sharded_zero_one_adam(8),
         Method("lamb", "", lambda groups, transport, steps: onebit.Lamb(groups), is_dense=True),
         Method("onebit-lamb", "lamb", lambda groups, transport, steps: onebit.OnebitLamb(groups, transport=transport)),
-        Method("muon", "adamw", lambda groups, transport, steps: DenseMuon(groups), is_dense=True, groups=_muon_groups),
+        Method("muon", "adamw", lambda groups, transport, steps: DenseMuon(groups), is_dense=True, groups=muon_groups),
         Method(
             "onebit-muon",
             "muon",
             lambda groups, transport, steps: onebit.OnebitMuon(groups, transport=transport),
-            groups=_muon_groups,
+            groups=muon_groups,
         ),
         _sharded_lamb("int4 differences"),
         *_rules(),
