@@ -93,15 +93,19 @@ class MuonRule(AdamRule):
         self._make_moves(bucket)
         for move, g in zip(bucket.views, grads, strict=True):
             # Without a gradient there is no move: a momentum that fades would move as far as any other.
-            move.zero_() if g is None else move.mul_(g.any())
+            if g is None:
+                move.zero_()
+            elif self.placement.hierarchy.local_size > 1:
+                move.mul_(g.any())
         if (may_move := bucket.may_move()) is not None:
             u.mul_(may_move)
         decision = yield from self.placement.average(bucket, is_of_node=True)
 
         m.mul_(beta)
-        for view, g in zip(bucket.layout.views(m), grads, strict=True):
-            if g is not None:
-                view.add_(g, alpha=scale * float(decision.clip_factor) * (1.0 - beta))
+        added = [(view, g) for view, g in zip(bucket.layout.views(m), grads, strict=True) if g is not None]
+        if added:
+            views, gs = zip(*added, strict=True)
+            torch._foreach_add_(views, gs, alpha=scale * float(decision.clip_factor) * (1.0 - beta))
         assert bucket.ef is not None
         bucket.ef.commit()
         self.mask_state(bucket)
@@ -117,8 +121,7 @@ class MuonRule(AdamRule):
     def _make_moves(self, bucket: Bucket) -> None:
         """The buffer's matrices ← a·O. All ranks that hold their shards."""
         orthogonalise_(bucket.views, bucket.params, self.ns_steps, first=bucket.first)
-        for move, p in zip(bucket.views, bucket.params, strict=True):
-            move.mul_(adjustment(p.shape, self.adjust_lr))
+        torch._foreach_mul_(bucket.views, [adjustment(p.shape, self.adjust_lr) for p in bucket.params])
 
     def _descend(self, bucket: Bucket, decision: Decision) -> None:
         """p ← p - lr·(a·O + wd·p), with a·O in the buffer."""
@@ -246,7 +249,7 @@ class OnebitMuon(CompressedOptimizer):
     of the momentum, and the loss is 7 instead of 1 % above Muon's (`docs/differences.md`). The mean of orthogonal
     matrices takes the place of the orthogonalised mean: the larger the batch of one node, the smaller the difference.
 
-    A matrix without a gradient on a node, or with one of zeros, counts as a move of zero there. In the warm-up the mean
+    A matrix without a gradient on a node counts as a move of zero there. In the warm-up the mean
     gradient is exchanged in `warmup_codec`, and every replica orthogonalises the same momentum for itself; on different
     processors that may give different bits, which `check_replicas_every` finds and ends with ReplicaError. Later steps
     apply the same frames everywhere.

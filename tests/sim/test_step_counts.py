@@ -26,7 +26,7 @@ REPLICATED: dict[str, tuple[Callable, dict, str, tuple[int, int, int, int]]] = {
     "Adam": (onebit.OnebitAdam, {"freeze_step": WARM}, "compressed", (24, 12, 17, 1)),
     "Adam, clipped": (onebit.OnebitAdam, {"freeze_step": WARM, "max_grad_norm": 1.0}, "compressed", (40, 24, 17, 1)),
     "Adam, unclipped": (onebit.OnebitAdam, {"freeze_step": WARM, "max_grad_norm": 1e6}, "compressed", (32, 24, 17, 1)),
-    "Muon": (muon_of, {"freeze_step": WARM}, "compressed", (24, 427, 17, 1)),
+    "Muon": (muon_of, {"freeze_step": WARM}, "compressed", (24, 419, 17, 1)),
     "Lamb": (onebit.OnebitLamb, {"freeze_step": WARM}, "compressed", (32, 238, 18, 1)),
     "0/1 Adam": (onebit.ZeroOneAdam, ZERO_ONE | {"local_step_clipper": 1}, "compressed", (32, 11, 17, 1)),
     "0/1 Adam, after local steps": (onebit.ZeroOneAdam, LOCAL, "compressed", (32, 36, 18, 2)),
