@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -241,6 +241,30 @@ def decouples_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
     if TORCH < (2, 7) and isinstance(optimizer, torch.optim.AdamW):
         return True
     return bool(group.get("decoupled_weight_decay"))
+
+
+def load_flat_state(model: nn.Module, optimizer: torch.optim.Optimizer, flat: Mapping[str, Any]) -> None:
+    """Load what get_optimizer_state_dict gives with flatten_optimizer_state_dict, in place.
+
+    Until 2.7: a flat state needed the entries of tied weights by each of their names, of which torch writes the first.
+    """
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    if TORCH >= (2, 7):
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        set_optimizer_state_dict(model, optimizer, dict(flat), options=options)
+        return
+    nested: Any = get_optimizer_state_dict(model, optimizer)
+    state, groups = nested["state"], nested["param_groups"]
+    for group in groups:
+        for name in group["params"]:
+            state[name] = {key: flat[f"state.{name}.{key}"] for key in state.get(name, ())}
+        group |= {key: flat[f"param_groups.{group['params'][0]}.{key}"] for key in group if key != "params"}
+    set_optimizer_state_dict(model, optimizer, nested)
 
 
 # -------------------------------------------------------------------------------- files

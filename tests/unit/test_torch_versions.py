@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from onebit.comm import torch_versions
@@ -77,3 +78,26 @@ def test_one_rank_loads_a_checkpoint_of_torchs(
     state = {"x": torch.zeros(3)}
     torch_versions.load_alone(state, dcp.FileSystemReader(tmp_path))
     assert state["x"].tolist() == [1.0] * 3
+
+
+@both
+def test_the_state_of_tied_weights_is_loaded_by_one_name(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(torch_versions, "TORCH", version)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def started(rate: float) -> tuple[torch.nn.Sequential, torch.optim.AdamW]:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        model[1].weight = model[0].weight
+        model[0].bias.requires_grad_(False)
+        optimizer = torch.optim.AdamW([{"params": [model[0].weight]}, {"params": [*model.parameters()][1:]}], lr=rate)
+        model(torch.rand(5, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    (model, optimizer), (other, others) = started(0.1), started(0.2)
+    flat = get_optimizer_state_dict(model, optimizer, options=options)
+    torch_versions.load_flat_state(other, others, flat)
+    loaded = get_optimizer_state_dict(other, others, options=options)
+    assert loaded.keys() == flat.keys() and all(torch.as_tensor(flat[k] == loaded[k]).all() for k in flat)

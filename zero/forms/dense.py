@@ -12,14 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim.optimizer import StateDict
 
 from ...agreement.skips import SkipLimit
+from ...comm import torch_versions
 from ...dense import DenseAverager
 from ...layout.masters import NAME as MASTER
 from ...layout.masters import is_low
@@ -180,7 +177,7 @@ class Dense(InNode):
         flat: dict[str, Any] = {**rest, **tensors, **self._flat_masters()}
         for name, shard in self._of_scalars(flat).items():
             flat[name] = dense.like(shard, flat[name].reshape(1)[: local(shard).numel()])
-        set_optimizer_state_dict(held, self.optimizer, flat, options=_FLAT)
+        torch_versions.load_flat_state(held, self.optimizer, flat)
 
     def _of_scalars(self, flat: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the shards of 0-dim parameters, by the names of their moments in torch's flat state dict."""
