@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import P2POp
 from torch.distributed.pipelining import PipelineStage
 
-from ...comm import CODECS, Codec, codec_named
+from ...comm import CODECS, Codec, codec_named, torch_versions
 from ...comm.codecs.tensors import decode_, encode, frame_bytes, padded
 
 # "fp32" sends tensors unchanged, in whatever type a stage computes. Blocks have 64 elements: with 256, int4 activations
@@ -55,6 +55,7 @@ class CompressedStage(PipelineStage):
 
     Raises:
         ValueError: error_feedback without a backward_codec that leaves a residual.
+        ImportError: torch is older than 2.9: its schedules cannot evaluate.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class CompressedStage(PipelineStage):
         **kwargs: Any,
     ) -> None:
         """See the class."""
+        torch_versions.require_pipelines()
         super().__init__(*args, **kwargs)
         if error_feedback and not (backward_codec and backward_codec.leaves_residual):
             raise ValueError(
