@@ -6,12 +6,16 @@ import io
 import re
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.checkpoint.utils import _create_file_view
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from onebit.comm import torch_versions
 
@@ -101,3 +105,21 @@ def test_the_state_of_tied_weights_is_loaded_by_one_name(
     torch_versions.load_flat_state(other, others, flat)
     loaded = get_optimizer_state_dict(other, others, options=options)
     assert loaded.keys() == flat.keys() and all(torch.as_tensor(flat[k] == loaded[k]).all() for k in flat)
+
+
+@both
+def test_embeddings_of_one_shape_have_their_own_masks(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(_redistribute, "_gen_transform_infos", _redistribute._gen_transform_infos)
+    monkeypatch.setattr(torch_versions, "TORCH", version)
+    torch_versions.keep_masks_apart()
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    for padding in (None, 0):
+        weight, words = torch.rand(8, 4), torch.arange(8)
+        divided = DTensor.from_local(weight, mesh, [Shard(0)])
+        out: Any = torch.nn.functional.embedding(DTensor.from_local(words, mesh, [Replicate()]), divided, padding)
+        assert torch.equal(out.to_local(), weight)
+        out.full_tensor()  # uses up the mask; the fake group adds nothing up
+    torch.distributed.destroy_process_group()

@@ -69,6 +69,7 @@ def parallelize(model: nn.Module, grid: Grid, plan: Plan, *, is_stage: bool = Fa
     found = resolve(model, plan, ranks, is_stage=is_stage)
     if ranks == 1:
         return model
+    torch_versions.keep_masks_apart()
     mesh, transport = grid.mesh["tensor"], grid.transports["tensor"]
     tensors = [x for x in (*model.parameters(), *model.buffers()) if not x.is_meta]
     make_equal(transport, tensors)
