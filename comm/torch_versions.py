@@ -117,20 +117,21 @@ def distribute(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Any], *, so
 
 
 def full_tensor(x: Any) -> Tensor:
-    """A DTensor's elements of all ranks. Until 2.7: Gloo gathered no bfloat16, which float32 holds, and no complex."""
-    if TORCH < (2, 7) and x.device_mesh.device_type == "cpu":
-        if x.dtype == torch.bfloat16:
-            return cast("Tensor", x.float().full_tensor()).to(torch.bfloat16)
-        if x.dtype.is_complex:
-            from torch.distributed.tensor import DTensor
+    """A DTensor's elements of all ranks. Until 2.7: torch gathered no complex numbers through Gloo, but pairs."""
+    if TORCH >= (2, 7) or not x.dtype.is_complex:
+        return cast("Tensor", x.full_tensor())
+    from torch.distributed.tensor import DTensor
 
-            parts = torch.view_as_real(x.to_local())
-            whole = torch.empty((*x.shape, 2), dtype=parts.dtype, device="meta")
-            pairs: Any = DTensor.from_local(
-                parts, x.device_mesh, x.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-            )
-            return torch.view_as_complex(pairs.full_tensor())
-    return cast("Tensor", x.full_tensor())
+    whole = torch.empty((*x.shape, 2), device="meta")
+    pairs: Any = DTensor.from_local(
+        torch.view_as_real(x.to_local()),
+        x.device_mesh,
+        x.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    return torch.view_as_complex(pairs.full_tensor())
 
 
 def without_sending() -> Mapping[str, Any]:
