@@ -270,7 +270,8 @@ def decouples_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
 def load_flat_state(model: nn.Module, optimizer: torch.optim.Optimizer, flat: Mapping[str, Any]) -> None:
     """Load what get_optimizer_state_dict gives with flatten_optimizer_state_dict, in place.
 
-    Until 2.7: a flat state needed the entries of tied weights by each of their names, of which torch writes the first.
+    Until 2.7: a flat state needed the entries of tied weights by each of their names, of which torch writes the first;
+    and AdamW wrote no decoupled_weight_decay, so that of a checkpoint which lacks it stays the optimizer's.
     """
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -278,16 +279,18 @@ def load_flat_state(model: nn.Module, optimizer: torch.optim.Optimizer, flat: Ma
         set_optimizer_state_dict,
     )
 
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    own: Mapping[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
+    whole = {name: x for name, x in own.items() if name.endswith(".decoupled_weight_decay")} | dict(flat)
     if TORCH >= (2, 7):
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        set_optimizer_state_dict(model, optimizer, dict(flat), options=options)
+        set_optimizer_state_dict(model, optimizer, whole, options=options)
         return
     nested: Any = get_optimizer_state_dict(model, optimizer)
     state, groups = nested["state"], nested["param_groups"]
     for group in groups:
         for name in group["params"]:
-            state[name] = {key: flat[f"state.{name}.{key}"] for key in state.get(name, ())}
-        group |= {key: flat[f"param_groups.{group['params'][0]}.{key}"] for key in group if key != "params"}
+            state[name] = {key: whole[f"state.{name}.{key}"] for key in state.get(name, ())}
+        group |= {key: whole[f"param_groups.{group['params'][0]}.{key}"] for key in group if key != "params"}
     set_optimizer_state_dict(model, optimizer, nested)
 
 

@@ -101,10 +101,11 @@ def test_the_state_of_tied_weights_is_loaded_by_one_name(
         return model, optimizer
 
     (model, optimizer), (other, others) = started(0.1), started(0.2)
-    flat = get_optimizer_state_dict(model, optimizer, options=options)
+    written = get_optimizer_state_dict(model, optimizer, options=options)
+    flat = {name: x for name, x in written.items() if not name.endswith("decoupled_weight_decay")}  # as by torch 2.6
     torch_versions.load_flat_state(other, others, flat)
     loaded = get_optimizer_state_dict(other, others, options=options)
-    assert loaded.keys() == flat.keys() and all(torch.as_tensor(flat[k] == loaded[k]).all() for k in flat)
+    assert loaded.keys() == written.keys() and all(torch.as_tensor(flat[k] == loaded[k]).all() for k in flat)
 
 
 @both
