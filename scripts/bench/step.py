@@ -181,6 +181,7 @@ class Fsdp(Local):
     """
 
     def __init__(self, model: GPT, transport: TorchTransport):
+        torch_versions.require_fsdp2()
         self.transport, self.elements = transport, sum(p.numel() for p in model.parameters())
         self.model = WithLoss(model)
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)

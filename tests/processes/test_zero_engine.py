@@ -89,7 +89,8 @@ def test_every_public_style_configuration_trains(tmp_path: Path) -> None:
     for problems in (
         run_torchrun(2, trains_json, files, str(tmp_path), timeout_s=110, as_python_ends=True).check().results
     ):
-        assert problems == {}
+        assert {file: text for file, text in problems.items() if "needs torch" not in text} == {}
+        assert not problems, "\n".join(problems.values())
 
 
 @pytest.mark.stranger("hangs", "2: through the engine, a loss is averaged before step() and ranks leave layers out")
