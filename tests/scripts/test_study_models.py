@@ -14,12 +14,15 @@ pytest.importorskip("rich", reason="needs rich: pip install onebit[train]")
 
 from study.models import CASES, LAYOUTS, Found, verdict
 
+from onebit.comm import torch_versions
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "study.py"
 CASE = CASES[0]  # float32
 GOOD = Found([2.0, 1.0], {"weight": 0.0}, {"weight": 1}, True, {"weight": 1}, [])
 
 
 def test_two_models_pass_in_every_form_or_are_refused_by_it() -> None:
+    torch_versions.require_fsdp2()
     command = [sys.executable, str(SCRIPT), "models", "--quick"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stdout + ended.stderr
