@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from family import FREEZE, flat, fresh, loss_of, make, model, same, snapshot, train
+from test_onebit_adam import SIZES, gradient, parameters, start, trajectory_of
 from torch import Tensor, nn
 
 import onebit
@@ -22,7 +23,6 @@ from onebit.optimizer import CompressedOptimizer
 from onebit.reference.codecs import compress
 from onebit.reference.onebit_adam import OnebitAdam as OnebitAdamOracle
 
-SIZES = (300, 1, 513, 256, 7)
 STEPS = 24
 MANY = {"bucket_cap_mb": 0.004}
 
@@ -46,7 +46,7 @@ def delayed_oracle(
     x, waiting, trajectory = start(), None, []
     beta1 = oracle.betas[0]
     for step, lr in enumerate(lrs):
-        grads = np.stack([gradient(step, worker, x) for worker in range(workers)])
+        grads = np.stack([gradient(x, step, worker) for worker in range(workers)])
         if waiting is not None:
             late_lr, update = waiting
             x, waiting = x - late_lr * (update + oracle.weight_decay * x), None
@@ -64,35 +64,14 @@ def delayed_oracle(
     return np.stack(trajectory), landed
 
 
-def start() -> np.ndarray:
-    return np.random.default_rng(99).normal(size=sum(SIZES)).astype(np.float32).astype(np.float64)
-
-
-def gradient(step: int, worker: int, x: np.ndarray) -> np.ndarray:
-    """A drifting pull of each worker's own, with noise. No function of x: a rounding must not feed back into it."""
-    noise = np.random.default_rng((step, worker)).normal(size=x.shape)
-    pull = np.random.default_rng(worker).normal(size=x.shape) * np.cos(0.1 * step) + 1.5
-    return (pull + 0.5 * noise).astype(np.float32).astype(np.float64)
-
-
-def trajectory(
-    transport: SimTransport, lrs: list[float], *, kind: type = onebit.OnebitAdam, **options: object
-) -> tuple[np.ndarray, np.ndarray]:
-    params = [nn.Parameter(p.clone()) for p in torch.from_numpy(start()).float().split(SIZES)]
-    optimizer = kind(params, transport=transport, warmup_codec=IdentityCodec(), delay=1, **options)
-    seen = []
-    for step, lr in enumerate(lrs):
-        optimizer.param_groups[0]["lr"] = lr
-        x = torch.cat([p.detach() for p in params]).double().numpy()
-        for p, g in zip(params, torch.from_numpy(gradient(step, transport.rank, x)).float().split(SIZES), strict=True):
-            p.grad = g.clone()
-        optimizer.step()
-        seen.append(torch.cat([p.detach() for p in params]).double().numpy())
+def trajectory(transport: SimTransport, lrs: list[float], **options: object) -> tuple[np.ndarray, np.ndarray]:
+    optimizer = onebit.OnebitAdam(parameters(), transport=transport, warmup_codec=IdentityCodec(), delay=1, **options)
+    seen, _ = trajectory_of(optimizer, lrs, [transport.rank])
     optimizer.param_groups[0]["lr"] = 1e9  # a scheduler's next one: the step that lands was sent with its own
     optimizer.sync()
     optimizer.sync()
     assert optimizer.steps_taken() == len(lrs)
-    return np.stack(seen), torch.cat([p.detach() for p in params]).double().numpy()
+    return seen, torch.cat([p.detach() for p in optimizer.param_groups[0]["params"]]).double().numpy()
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [16.0, 0.002])

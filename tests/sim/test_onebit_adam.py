@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 import onebit
 from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates, long_warmup, variance_weight
 from onebit.comm import IdentityCodec, Int8Codec, Log4Codec, SignCodec, SimTransport, run_ranks
+from onebit.optimizer import CompressedOptimizer
 from onebit.reference.codecs import eight_bits, four_log_bits
 from onebit.reference.onebit_adam import OnebitAdam as OnebitAdamOracle
 from onebit.reference.onebit_adam import run
@@ -37,18 +40,29 @@ def split(flat: torch.Tensor) -> list[torch.Tensor]:
     return list(flat.split(SIZES))
 
 
-def train(transport: SimTransport, lrs: list[float], **options: object) -> tuple[np.ndarray, onebit.OnebitAdam]:
-    params = [nn.Parameter(p.clone()) for p in split(torch.from_numpy(start()).float())]
-    optimizer = onebit.OnebitAdam(params, transport=transport, **options)
-    trajectory = []
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(p.clone()) for p in split(torch.from_numpy(start()).float())]
+
+
+def trajectory_of(
+    optimizer: torch.optim.Optimizer, lrs: list[float], workers: Iterable[int]
+) -> tuple[np.ndarray, list[str]]:
+    """Parameters after each step with the mean gradient of these workers, and the phases of a one-bit optimizer."""
+    params, trajectory, phases = optimizer.param_groups[0]["params"], [], []
     for step, lr in enumerate(lrs):
         optimizer.param_groups[0]["lr"] = lr
         x = torch.cat([p.detach() for p in params]).double().numpy()
-        for p, g in zip(params, split(torch.from_numpy(gradient(x, step, transport.rank)).float()), strict=True):
+        mean = np.mean([gradient(x, step, worker) for worker in workers], axis=0)
+        for p, g in zip(params, split(torch.from_numpy(mean).float()), strict=True):
             p.grad = g.clone()
         optimizer.step()
+        phases += [optimizer.stats.phase] if isinstance(optimizer, CompressedOptimizer) else []
         trajectory.append(torch.cat([p.detach() for p in params]).double().numpy())
-    return np.stack(trajectory), optimizer
+    return np.stack(trajectory), phases
+
+
+def train(transport: SimTransport, lrs: list[float], **options: object) -> np.ndarray:
+    return trajectory_of(onebit.OnebitAdam(parameters(), transport=transport, **options), lrs, [transport.rank])[0]
 
 
 LRS = [0.05 * (1 - k / 60) for k in range(40)]
@@ -70,7 +84,7 @@ def test_equals_the_textbook_loop(world_size: int, scale: str, momentum_of: str)
     expected = run(oracle, gradient, lrs)
     options = {"freeze_step": 12, "codec": SignCodec(scale=scale), "warmup_codec": IdentityCodec()}
     options["momentum_of"] = momentum_of
-    results = run_ranks(world_size, lambda transport: train(transport, lrs, **options)[0])
+    results = run_ranks(world_size, lambda transport: train(transport, lrs, **options))
     for trajectory in results:
         np.testing.assert_array_equal(trajectory, results[0])
     np.testing.assert_allclose(results[0], expected, atol=2e-4, rtol=0)
@@ -99,7 +113,7 @@ def test_equals_the_textbook_loop_over_refreshes(
     expected = run(oracle, gradient, LRS)
     monkeypatch.setattr("onebit.onebit_adam.DenseSteps", lambda _: rule)
     given = {"warmup_codec": codec, "momentum_of": momentum_of}
-    results = run_ranks(world_size, lambda transport: train(transport, LRS, **given)[0])
+    results = run_ranks(world_size, lambda transport: train(transport, LRS, **given))
     for trajectory in results:
         np.testing.assert_array_equal(trajectory, results[0])
     differs = np.abs(results[0] - expected)[: 18 if world_size == 3 else None] > 5e-4

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from family import averaged_gradients, flat, make, model, train
-from test_onebit_adam import LRS, SIZES, gradient, split, start
+from test_onebit_adam import LRS, SIZES, gradient, parameters, start, trajectory_of
 from torch import nn
 
 import onebit
@@ -18,26 +18,6 @@ from onebit.comm import IdentityCodec, SimTransport, run_ranks
 from onebit.reference.onebit_adam import run
 from onebit.reference.onebit_lamb import OnebitLamb as OnebitLambOracle
 
-
-def train_flat(transport: SimTransport | None, optimizer: torch.optim.Optimizer, workers: int = 1) -> np.ndarray:
-    """Parameters after each step; transport None: the mean of `workers` gradients."""
-    params, trajectory = optimizer.param_groups[0]["params"], []
-    for step, lr in enumerate(LRS):
-        optimizer.param_groups[0]["lr"] = lr
-        x = torch.cat([p.detach() for p in params]).double().numpy()
-        ranks = range(workers) if transport is None else [transport.rank]
-        mean = np.mean([gradient(x, step, rank) for rank in ranks], axis=0)
-        for p, g in zip(params, split(torch.from_numpy(mean).float()), strict=True):
-            p.grad = g.clone()
-        optimizer.step()
-        trajectory.append(torch.cat([p.detach() for p in params]).double().numpy())
-    return np.stack(trajectory)
-
-
-def parameters() -> list[nn.Parameter]:
-    return [nn.Parameter(p.clone()) for p in split(torch.from_numpy(start()).float())]
-
-
 BOUNDS = [{}, {"max_coeff": 1.0, "min_coeff": 0.3}]
 
 
@@ -45,7 +25,7 @@ BOUNDS = [{}, {"max_coeff": 1.0, "min_coeff": 0.3}]
 def test_dense_lamb_equals_the_textbook_loop(bounds: dict) -> None:
     oracle = OnebitLambOracle(start(), 3, SIZES, dense=lambda _: True, **bounds)
     expected = run(oracle, gradient, LRS)
-    ours = train_flat(None, onebit.Lamb(parameters(), weight_decay=0.01, **bounds), workers=3)
+    ours, _ = trajectory_of(onebit.Lamb(parameters(), weight_decay=0.01, **bounds), LRS, range(3))
     np.testing.assert_allclose(ours, expected, atol=2e-5, rtol=0)
 
 
@@ -74,7 +54,7 @@ def test_equals_the_textbook_loop(
         optimizer = onebit.OnebitLamb(
             parameters(), weight_decay=0.01, transport=transport, warmup_codec=IdentityCodec(), **options
         )
-        return train_flat(transport, optimizer)
+        return trajectory_of(optimizer, LRS, [transport.rank])[0]
 
     results = run_ranks(world_size, ours)
     for trajectory in results:

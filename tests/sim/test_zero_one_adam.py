@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from family import flat, loss_of, model, same
-from test_onebit_adam import SIZES, gradient, split, start
+from test_onebit_adam import SIZES, gradient, parameters, start, trajectory_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,19 +27,9 @@ POLICIES = {
 }
 
 
-def train_flat(transport: SimTransport, **options: object) -> tuple[list[np.ndarray], list[str]]:
-    params = [nn.Parameter(p.clone()) for p in split(torch.from_numpy(start()).float())]
-    optimizer = onebit.ZeroOneAdam(params, transport=transport, variance_codec=IdentityCodec(), **options)
-    trajectory, rounds = [], []
-    for step, lr in enumerate(LRS):
-        optimizer.param_groups[0]["lr"] = lr
-        x = torch.cat([p.detach() for p in params]).double().numpy()
-        for p, g in zip(params, split(torch.from_numpy(gradient(x, step, transport.rank)).float()), strict=True):
-            p.grad = g.clone()
-        optimizer.step()
-        rounds.append(optimizer.stats.phase)
-        trajectory.append(torch.cat([p.detach() for p in params]).double().numpy())
-    return trajectory, rounds
+def train_flat(transport: SimTransport, **options: object) -> tuple[np.ndarray, list[str]]:
+    optimizer = onebit.ZeroOneAdam(parameters(), transport=transport, variance_codec=IdentityCodec(), **options)
+    return trajectory_of(optimizer, LRS, [transport.rank])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
