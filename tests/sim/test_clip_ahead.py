@@ -6,8 +6,7 @@ import copy
 
 import pytest
 import torch
-from test_elastic import owed
-from test_hierarchy import run_nodes
+from family_contract import owed, run_world
 from torch import Tensor, nn
 
 import onebit
@@ -143,7 +142,7 @@ def test_nothing_is_lost_or_added(kind: type, nodes: int, local_size: int, dtype
             optimizer.zero_grad()
         return found
 
-    ranks = run_nodes(nodes, local_size, ours)
+    ranks = run_world((nodes, local_size), ours)
     differ = 0
     for of_ranks in zip(*ranks, strict=True):
         early, late, errors, _ = (sum(each) for each in zip(*of_ranks, strict=True))

@@ -8,38 +8,12 @@ import logging
 import pytest
 import torch
 from family import FAMILY, flat, make, model, same, train
+from family_contract import check_another_world, trained
 from torch import Tensor
 
 from onebit.comm import SimTransport, run_ranks
-from onebit.optimizer import CompressedOptimizer
 
 pytestmark = pytest.mark.slow
-
-
-def trained(world_size: int, name: str, steps: int, **options: object) -> list[tuple[dict, dict, Tensor]]:
-    """Per rank: its state, its model, and the mean over ranks of what is owed, per parameter."""
-
-    def work(transport: SimTransport) -> tuple[dict, dict, list[Tensor]]:
-        net = model()
-        optimizer = make(name, net, transport, **options)
-        train(transport, range(steps), net, optimizer)
-        return copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict()), owed(optimizer)
-
-    results = run_ranks(world_size, work)
-    total = torch.stack([owes for _, _, owes in results]).sum(0)
-    return [(state, weights, total) for state, weights, _ in results]
-
-
-def owed(optimizer: CompressedOptimizer) -> Tensor:
-    """This rank's share of what the mean is still owed: worker error / H, and the server error of its chunk."""
-    parts = []
-    for bucket in optimizer.buckets:
-        if bucket.ef is None:
-            continue
-        mine = bucket.spread(bucket.ef.worker.double()) / bucket.hierarchy.nodes
-        bucket.own_chunk(mine).add_(bucket.ef.server.double())
-        parts += [view.reshape(-1) for view in bucket.layout.views(mine)]
-    return torch.cat(parts) if parts else torch.zeros(0)
 
 
 @pytest.mark.pairwise
@@ -47,31 +21,12 @@ def owed(optimizer: CompressedOptimizer) -> Tensor:
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3), (3, 1), (1, 4)])
 @pytest.mark.parametrize("steps", [3, 14, 20])
 def test_what_is_owed_is_kept_and_training_goes_on(name: str, old: int, new: int, steps: int) -> None:
-    before = trained(old, name, steps)
-    states = [state for state, _, _ in before]
-
-    def work(transport: SimTransport) -> tuple[Tensor, Tensor, Tensor]:
-        net = model(seed=3)
-        optimizer = make(name, net, transport)
-        net.load_state_dict(before[0][1])
-        optimizer.load_state_dicts(copy.deepcopy(states))
-        shares, at_start = owed(optimizer), flat(net).clone()
-        train(transport, range(steps, steps + 6), net, optimizer)
-        if hasattr(optimizer, "sync"):
-            optimizer.sync()
-        return shares, at_start, flat(net).clone()
-
-    after = run_ranks(new, work)
-    torch.testing.assert_close(sum(shares for shares, _, _ in after), before[0][2], atol=1e-6, rtol=1e-6)
-    mean = torch.stack([torch.cat([p.reshape(-1) for p in weights.values()]) for _, weights, _ in before]).mean(0)
-    for _, at_start, at_end in after:
-        torch.testing.assert_close(at_start, mean, atol=1e-7, rtol=0)
-        assert torch.equal(at_end, after[0][2]) and at_end.isfinite().all()
+    check_another_world(name, (old, None), (new, None), steps)
 
 
 @pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb"])
 def test_the_variance_is_refreshed_in_the_new_world(name: str) -> None:
-    states = [state for state, _, _ in trained(3, name, 106, freeze_step="auto")]
+    states = [state for state, _, _ in trained((3, None), name, 106, freeze_step="auto")]
     before = copy.deepcopy(states)
 
     def work(transport: SimTransport) -> list[str]:
@@ -91,7 +46,7 @@ def test_the_variance_is_refreshed_in_the_new_world(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_world_of_the_same_size_continues_to_the_bit(name: str) -> None:
-    states = [state for state, _, _ in trained(2, name, 14)]
+    states = [state for state, _, _ in trained((2, None), name, 14)]
 
     def work(transport: SimTransport) -> bool:
         net = model()
@@ -103,7 +58,7 @@ def test_a_world_of_the_same_size_continues_to_the_bit(name: str) -> None:
 
 
 def test_it_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
-    states = [state for state, _, _ in trained(3, "OnebitAdam", 9)]
+    states = [state for state, _, _ in trained((3, None), "OnebitAdam", 9)]
     optimizer = make("OnebitAdam", model(), SimTransport())
     with caplog.at_level(logging.INFO):
         optimizer.load_state_dicts(states)
@@ -112,7 +67,7 @@ def test_it_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("damage", ["order", "missing", "foreign"])
 def test_states_that_are_no_world_are_refused(damage: str) -> None:
-    states = [state for state, _, _ in trained(3, "OnebitAdam", 9)]
+    states = [state for state, _, _ in trained((3, None), "OnebitAdam", 9)]
     if damage == "order":
         states.reverse()
     if damage == "missing":
@@ -134,7 +89,7 @@ def test_what_rank_0_alone_has_saved_is_enough(
     name: str, options: dict, steps: int, new: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """nanoGPT's habit: `if master_process: torch.save(...)`, and every rank loads that file."""
-    state, weights, _ = trained(3, name, steps, **options)[0]
+    state, weights, _ = trained((3, None), name, steps, **options)[0]
 
     def work(transport: SimTransport) -> tuple[dict, Tensor, Tensor]:
         net = model(seed=3)
@@ -167,7 +122,7 @@ def test_what_rank_0_alone_has_saved_is_enough(
 )
 @pytest.mark.parametrize("name", FAMILY)
 def test_copies_of_one_ranks_state_are_refused_on_all_ranks(name: str) -> None:
-    state = trained(3, name, 9)[0][0]
+    state = trained((3, None), name, 9)[0][0]
 
     def work(transport: SimTransport) -> bool:
         optimizer = make(name, model(), transport)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from family import FAMILY, flat, make, model, same, train
+from family import FAMILY, flat, make, model, train
+from family_contract import World, check_another_world, check_resume, trained
 from torch import Tensor
 
 from onebit.comm import (
@@ -17,7 +18,6 @@ from onebit.comm import (
     SignCodec,
     SimTransport,
     codec_named,
-    hierarchical,
     momentum_codecs,
     run_ranks,
 )
@@ -66,56 +66,25 @@ def test_the_plain_fused_steps_give_the_bits_of_the_kernels(name: str) -> None:
 
 @pytest.mark.parametrize("codec", OTHERS)
 @pytest.mark.parametrize("name", FAMILY)
-def test_replicas_stay_the_same_and_a_resumed_run_goes_on_as_if_nothing_had_been(name: str, codec: str) -> None:
-    def work(transport: SimTransport) -> tuple[Tensor, bool]:
-        kind, net, half = codec_named(codec, 256), model(), STEPS // 2 + 1
-        optimizer = make(name, net, transport, codec=kind, check_replicas_every=1)
-        train(transport, range(half), net, optimizer)
-        state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict())
-        train(transport, range(half, STEPS), net, optimizer)
-        other = model(seed=5)
-        resumed = make(name, other, transport, codec=kind)
-        other.load_state_dict(weights)
-        resumed.load_state_dict(state)
-        train(transport, range(half, STEPS), other, resumed)
-        is_same = torch.equal(flat(net), flat(other)) and same(optimizer.state_dict(), resumed.state_dict())
-        if hasattr(optimizer, "sync"):
-            optimizer.sync()
-        return flat(net).clone(), is_same
-
-    flats, in_hierarchy = run_ranks(3, work), run_ranks(4, lambda transport: work(hierarchical(transport, 2)))
-    for results in (flats, in_hierarchy):
-        assert all(is_same for _, is_same in results)
-        assert all(torch.equal(x, results[0][0]) and bool(x.isfinite().all()) for x, _ in results)
-        assert not torch.equal(results[0][0], flat(model()))
+@pytest.mark.parametrize("world", [(3, None), (2, 2)])
+def test_replicas_stay_the_same_and_a_resumed_run_goes_on_as_if_nothing_had_been(
+    world: World, name: str, codec: str
+) -> None:
+    check_resume(name, world, 12, codec=codec_named(codec, 256))
 
 
 @pytest.mark.parametrize("codec", OTHERS)
 @pytest.mark.parametrize("name", FAMILY)
 def test_another_world_goes_on_and_another_codec_is_refused_by_name(name: str, codec: str) -> None:
-    def before(transport: SimTransport) -> tuple[dict, dict]:
-        net = model()
-        optimizer = make(name, net, transport, codec=codec_named(codec, 256))
-        train(transport, range(14), net, optimizer)
-        return copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict())
+    options = {"codec": codec_named(codec, 256)}
+    check_another_world(name, (3, None), (2, None), 14, **options)
+    states = [state for state, _, _ in trained((3, None), name, 14, **options)]
 
-    saved = run_ranks(3, before)
-    states = [state for state, _ in saved]
-
-    def after(transport: SimTransport) -> Tensor:
-        net = model(seed=3)
-        net.load_state_dict(saved[0][1])
+    def refuse(transport: SimTransport) -> None:
         with pytest.raises(ValueError, match=f"codec is {codec} there and sign here"):
-            make(name, net, transport).load_state_dicts(copy.deepcopy(states))
-        optimizer = make(name, net, transport, codec=codec_named(codec, 256))
-        optimizer.load_state_dicts(copy.deepcopy(states))
-        train(transport, range(14, 20), net, optimizer)
-        if hasattr(optimizer, "sync"):
-            optimizer.sync()
-        return flat(net).clone()
+            make(name, model(), transport).load_state_dicts(copy.deepcopy(states))
 
-    first, *others = run_ranks(2, after)
-    assert bool(first.isfinite().all()) and all(torch.equal(first, x) for x in others)
+    run_ranks(2, refuse)
 
 
 @pytest.mark.parametrize("name", FAMILY)

@@ -6,14 +6,13 @@ Shape legend: W = L·H ranks, L on each of H nodes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
 import torch
 import transport_contract as contract
 from family import FAMILY, flat, loss_of, make, model, same, snapshot, train
-from test_elastic import owed
+from family_contract import World, check_another_world, check_replicas, check_resume, check_skip, run_world
 from torch import Tensor, nn
 
 import onebit
@@ -42,11 +41,6 @@ SHAPES = [(2, 2), (2, 3), (3, 2), (2, 1), (1, 2), (4, 2)]  # (H, L)
 EACH = [("OnebitAdam", *shape) for shape in SHAPES[:-1]] + [(name, 3, 2) for name in FAMILY if name != "OnebitAdam"]
 
 
-def run_nodes(nodes: int, local_size: int, work: Callable[[Transport], T], timeout_s: float = 60.0) -> list[T]:
-    """work(transport) on every rank of so many simulated nodes; the results in rank order."""
-    return run_ranks(nodes * local_size, lambda transport: work(hierarchical(transport, local_size)), timeout_s)
-
-
 def vector(seed: int, n: int) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
@@ -61,7 +55,7 @@ def test_ranks_are_numbered_node_by_node_and_rows_by_local_rank(H: int, L: int) 
         assert (hierarchy.nodes, hierarchy.local_size, hierarchy.phases) == (H, L, 2 if L == 1 else 4)
         return hierarchy.owner, range(hierarchy.own.start, hierarchy.own.stop)
 
-    for rank, (owner, own) in enumerate(run_nodes(H, L, work)):
+    for rank, (owner, own) in enumerate(run_world((H, L), work)):
         node, local_rank = divmod(rank, L)
         assert own == range(local_rank * H, local_rank * H + H) and owner == own[node]
 
@@ -74,7 +68,7 @@ def test_it_is_a_transport() -> None:
         names = tuple(name for name in contract.CHECKS if name != "large_rows")
         return [contract.run_checks(part, names) for part in (transport, transport.intra_node, transport.inter_node)]
 
-    for outcomes in run_nodes(2, 3, work):
+    for outcomes in run_world((2, 3), work):
         assert all(set(outcome.values()) == {""} for outcome in outcomes)
 
 
@@ -90,7 +84,7 @@ def test_bytes_to_other_nodes_are_counted_apart() -> None:
         transport.shift(contract.garbage(7), contract.garbage(7), 1).wait()
         return *sent, transport.sent_bytes_inter_node - sent[1]
 
-    assert run_nodes(2, 3, work) == [(50 + 200 + 1000, 30 + 1000, 7 * (rank in (2, 5))) for rank in range(6)]
+    assert run_world((2, 3), work) == [(50 + 200 + 1000, 30 + 1000, 7 * (rank in (2, 5))) for rank in range(6)]
 
 
 @pytest.mark.parametrize("local_size", [0, 3, 8])
@@ -152,7 +146,7 @@ def test_the_mean_is_that_of_the_node_means(codec: SignCodec, H: int, L: int) ->
         return rounds
 
     expected = run_ranks(H, flat_world)[0]
-    for result in run_nodes(H, L, ours):
+    for result in run_world((H, L), ours):
         assert same(result, expected)
 
 
@@ -161,7 +155,7 @@ def test_an_error_of_the_wrong_size_is_refused() -> None:
         with pytest.raises(ValueError, match=r"local_size=2; make it with ErrorFeedback\.zeros"):
             allreduce_mean(torch.zeros(1024), ErrorFeedback.zeros(1024, 4), SignCodec(64), transport)
 
-    run_nodes(2, 2, work)
+    run_world((2, 2), work)
 
 
 # -------------------------------------------------------------------------------- the optimizers
@@ -207,7 +201,7 @@ def test_equals_a_flat_world_of_nodes(name: str, H: int, L: int) -> None:
         return out
 
     expected = run_ranks(H, flat_world)[0]
-    results = run_nodes(H, L, ours)
+    results = run_world((H, L), ours)
     assert all(same(result, results[0]) for result in results)
     if L != 3:
         assert same(results[0], expected)
@@ -218,19 +212,8 @@ def test_equals_a_flat_world_of_nodes(name: str, H: int, L: int) -> None:
 
 @pytest.mark.parametrize(("name", "H", "L"), EACH)
 def test_replicas_are_bit_identical_and_learn(name: str, H: int, L: int) -> None:
-    """Every round of each optimizer, buckets that leave during backward, clipping in warm-up or throughout."""
-
-    def ours(transport: Transport) -> list[Tensor]:
-        net = model(seed=transport.rank)
-        options = {"bucket_cap_mb": 0.003, "max_grad_norm": 5.0 if name == "OnebitAdam" else 0.0}
-        optimizer = make(name, net, transport, check_replicas_every=1, **options)
-        assert len(optimizer.buckets) > 2
-        steps = [(train(transport, range(k, k + 1), net, optimizer)[0], optimizer.stats.phase) for k in range(20)]
-        return [weights for weights, phase in steps if phase != "local"]
-
-    results = run_nodes(H, L, ours)
-    assert all(same(result, results[0]) for result in results)
-    assert results[0][-1].isfinite().all() and not torch.equal(results[0][-1], results[0][-2])
+    """Buckets that leave during backward, clipping in warm-up or throughout."""
+    check_replicas(name, (H, L), bucket_cap_mb=0.003, max_grad_norm=5.0 if name == "OnebitAdam" else 0.0)
 
 
 @pytest.mark.pairwise
@@ -238,22 +221,7 @@ def test_replicas_are_bit_identical_and_learn(name: str, H: int, L: int) -> None
 @pytest.mark.parametrize("error_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stop", [3, 11, 17])
 def test_resume_equals_no_interruption(stop: int, error_dtype: torch.dtype, name: str) -> None:
-    def ours(transport: Transport) -> bool:
-        net = model()
-        optimizer = make(name, net, transport, error_dtype=error_dtype)
-        train(transport, range(stop), net, optimizer)
-        weights, state = copy.deepcopy(net.state_dict()), snapshot(optimizer)
-        expected = train(transport, range(stop, 20), net, optimizer)[-1]
-        net2 = model(seed=5)
-        optimizer2 = make(name, net2, transport, error_dtype=error_dtype)
-        train(transport, range(50, 57), net2, optimizer2)
-        net2.load_state_dict(weights)
-        optimizer2.load_state_dict(state)
-        train(transport, range(stop, 20), net2, optimizer2)
-        assert optimizer.error_norm_ratio() == optimizer2.error_norm_ratio() > 0.0
-        return torch.equal(flat(net2), expected) and same(optimizer.state_dict(), optimizer2.state_dict())
-
-    assert run_nodes(2, 2, ours) == [True] * 4
+    check_resume(name, (2, 2), stop, error_dtype=error_dtype)
 
 
 def test_overlap_changes_nothing() -> None:
@@ -266,32 +234,18 @@ def test_overlap_changes_nothing() -> None:
         assert len(optimizer.buckets) > 7
         return train(transport, range(12), net, optimizer)[-1]
 
-    with_overlap, without = (run_nodes(2, 2, lambda transport, o=o: ours(transport, o)) for o in (True, False))
+    with_overlap, without = (run_world((2, 2), lambda transport, o=o: ours(transport, o)) for o in (True, False))
     assert same(with_overlap, without)
 
 
 @pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb"])
 @pytest.mark.parametrize("bad_step", [2, 9])
 def test_a_bad_gradient_on_one_rank_makes_all_skip_and_leaves_no_trace(bad_step: int, name: str) -> None:
-    def ours(transport: Transport) -> bool:
-        net, clean_net = model(), model()
-        optimizer, clean = make(name, net, transport), make(name, clean_net, transport)
-        train(transport, range(bad_step), net, optimizer)
-        before, weights = snapshot(optimizer), flat(net).clone()
-        optimizer.zero_grad()
-        (loss_of(net, 77, transport.rank) * (float("nan") if transport.rank == 1 else 1.0)).backward()
-        optimizer.step()
-        before["onebit"]["skipped_steps"] = 1
-        assert same(before, optimizer.state_dict()) and torch.equal(flat(net), weights)
-        train(transport, range(bad_step, 12), net, optimizer)
-        train(transport, range(12), clean_net, clean)
-        return torch.equal(flat(net), flat(clean_net))
-
-    assert run_nodes(2, 2, ours) == [True] * 4
+    check_skip(name, (2, 2), bad_step, float("nan"))
 
 
 @pytest.mark.parametrize("name", FAMILY)
-@pytest.mark.parametrize("shapes", [[(1,)], [(3,), (0,)], [(256,), (1,), (700,)]])
+@pytest.mark.parametrize("shapes", [[(0,)], [(1,)], [(3,), (0,)], [(256,), (1,), (700,)]])
 def test_buckets_smaller_than_a_block_per_rank(shapes: list[tuple[int, ...]], name: str) -> None:
     def ours(transport: Transport) -> Tensor:
         params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
@@ -306,16 +260,9 @@ def test_buckets_smaller_than_a_block_per_rank(shapes: list[tuple[int, ...]], na
             optimizer.sync()
         return torch.cat([p.detach().view(-1) for p in params])
 
-    results = run_nodes(2, 2, ours)
+    results = run_world((2, 2), ours)
     assert all(torch.equal(result, results[0]) for result in results)
     assert (results[0] < 0.97).all() and (results[0] > 0.3).all()
-
-
-def test_no_parameters_at_all() -> None:
-    def ours(transport: Transport) -> None:
-        onebit.OnebitAdam([nn.Parameter(torch.ones(0))], transport=transport).step()
-
-    run_nodes(2, 2, ours)
 
 
 @pytest.mark.parametrize(("H", "L"), [(2, 2), (2, 3), (3, 2)])
@@ -337,7 +284,7 @@ def test_what_crosses_nodes_is_an_lth_of_what_a_flat_world_sends(H: int, L: int)
     W, vote = H * L, 17 + 26  # with the summary of a header
     B, gradients = SignCodec().frame_bytes(2048), Log4Codec().frame_bytes(2048)
     inside = (L - 1) * 4 * n // L
-    for steps in run_nodes(H, L, ours):
+    for steps in run_world((H, L), ours):
         for (sent, across, bits), frame in zip(steps, (gradients, B, B), strict=True):
             assert across == 2 * (H - 1) * frame + (W - L) * vote
             assert sent == across + inside + (L - 1) * H * frame + (L - 1) * vote
@@ -352,7 +299,7 @@ def test_what_is_owed_takes_an_lth_of_the_memory() -> None:
         optimizer.step()
         return optimizer.state_bytes() / p.numel()
 
-    one, two = run_nodes(4, 1, ours)[0], run_nodes(2, 2, ours)[0]
+    one, two = run_world((4, 1), ours)[0], run_world((2, 2), ours)[0]
     assert one - two == 2.0
 
 
@@ -365,33 +312,8 @@ def test_what_is_owed_takes_an_lth_of_the_memory() -> None:
     ("old", "new"), [((2, 2), (4, 1)), ((4, 1), (2, 2)), ((2, 3), (3, 2)), ((2, 2), (1, 1)), ((3, 1), (2, 2))]
 )
 @pytest.mark.parametrize("steps", [3, 14, 20])
-def test_what_is_owed_is_kept_where_the_world_changes(
-    name: str, old: tuple[int, int], new: tuple[int, int], steps: int
-) -> None:
-    def before(transport: Transport) -> tuple[dict, dict, Tensor]:
-        net = model()
-        optimizer = make(name, net, transport)
-        train(transport, range(steps), net, optimizer)
-        return snapshot(optimizer), copy.deepcopy(net.state_dict()), owed(optimizer)
-
-    saved = run_nodes(*old, before)
-    states = [state for state, _, _ in saved]
-
-    def after(transport: Transport) -> tuple[Tensor, Tensor]:
-        net = model(seed=3)
-        optimizer = make(name, net, transport)
-        net.load_state_dict(saved[0][1])
-        optimizer.load_state_dicts(copy.deepcopy(states))
-        share = owed(optimizer)
-        train(transport, range(steps, steps + 6), net, optimizer)
-        if isinstance(optimizer, onebit.ZeroOneAdam):
-            optimizer.sync()
-        return share, flat(net).clone()
-
-    results = run_nodes(*new, after)
-    expected = torch.stack([share for _, _, share in saved]).sum(0)
-    torch.testing.assert_close(torch.stack([share for share, _ in results]).sum(0), expected, atol=1e-6, rtol=1e-6)
-    assert all(torch.equal(weights, results[0][1]) and weights.isfinite().all() for _, weights in results)
+def test_what_is_owed_is_kept_where_the_world_changes(name: str, old: World, new: World, steps: int) -> None:
+    check_another_world(name, old, new, steps)
 
 
 def test_a_state_of_other_levels_is_refused_untouched() -> None:
@@ -402,7 +324,7 @@ def test_a_state_of_other_levels_is_refused_untouched() -> None:
         return snapshot(optimizer)
 
     flat_state = run_ranks(4, saved)[0]
-    nodes_state = run_nodes(2, 2, saved)[0]
+    nodes_state = run_world((2, 2), saved)[0]
     old_state = copy.deepcopy(flat_state)
     del old_state["onebit"]["local_size"]  # as saved before there were levels
 
@@ -422,7 +344,7 @@ def test_a_state_of_other_levels_is_refused_untouched() -> None:
             assert same(snapshot(optimizer), flat_state)
 
     run_ranks(4, work)
-    run_nodes(2, 2, work)
+    run_world((2, 2), work)
 
 
 # -------------------------------------------------------------------------------- where the nodes are

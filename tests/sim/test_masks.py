@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from family import FAMILY
-from test_hierarchy import run_nodes
+from family_contract import run_world
 from torch import Tensor, nn
 
 import onebit
@@ -66,7 +66,7 @@ def test_what_may_not_move_has_no_momentum(name: str, nodes: int, local_size: in
                 torch.testing.assert_close(part, torch.zeros(290), rtol=0, atol=1e-7)  # β1·m - β1·m, fused or not
         return phases
 
-    for phases in run_nodes(nodes, local_size, ours):
+    for phases in run_world((nodes, local_size), ours):
         assert len(phases) > 1
 
 

@@ -209,27 +209,6 @@ def test_replicas_stay_the_same_learn_and_resume(options: dict) -> None:
             assert sum(curve[-5:]) < 0.5 * sum(curve[:5])
 
 
-def test_another_world_goes_on() -> None:
-    def before(transport: SimTransport) -> tuple[dict, dict]:
-        net = built()
-        optimizer = make(net, transport)
-        losses(transport, net, optimizer, range(8))
-        return copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict())
-
-    saved = run_ranks(3, before)
-
-    def after(transport: SimTransport) -> Tensor:
-        net = built(seed=2)
-        net.load_state_dict(saved[0][1])
-        optimizer = make(net, transport)
-        optimizer.load_state_dicts([copy.deepcopy(state) for state, _ in saved])
-        losses(transport, net, optimizer, range(8, 20))
-        return torch.cat([p.detach().flatten() for p in net.parameters()])
-
-    first, second = run_ranks(2, after)
-    assert torch.equal(first, second) and bool(first.isfinite().all())
-
-
 def test_where_one_bit_does_not_pay_gradients_travel_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(transport: SimTransport) -> list[float]:
         net = built()

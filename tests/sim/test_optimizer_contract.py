@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
-from family import FAMILY, FREEZE, averaged_gradients, flat, fresh, loss_of, make, model, same, snapshot, train
+from family import FAMILY, FREEZE, averaged_gradients, flat, fresh, loss_of, model, same, snapshot, train
+from family_contract import check_replicas, check_resume
 from torch import Tensor, nn
 
 import onebit
@@ -80,31 +80,7 @@ def test_loads_the_state_of_adamw_and_goes_on_as_it_would() -> None:
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_replicas_stay_bit_identical(dtype: torch.dtype, name: str) -> None:
-    def ours(transport: SimTransport) -> list[Tensor]:
-        net = model(seed=transport.rank, dtype=dtype)  # other initial values on each rank: rank 0's count
-        optimizer = make(name, net, transport, check_replicas_every=1)
-        assert torch.equal(flat(net), flat(model(seed=0, dtype=dtype)))
-        steps = [(train(transport, range(k, k + 1), net, optimizer)[0], optimizer.stats.phase) for k in range(20)]
-        return [weights for weights, phase in steps if phase != "local"]
-
-    results = run_ranks(3, ours)
-    assert all(same(result, results[0]) for result in results)
-    assert results[0][-1].dtype == dtype and results[0][-1].isfinite().all()
-    assert len(results[0]) > FREEZE + 3 and not torch.equal(results[0][FREEZE + 3], results[0][-1])
-
-
-def test_low_precision_parameters_follow_the_float32_ones() -> None:
-    """The update is computed in float32 and rounded once: bf16 parameters stay within a few of their roundings."""
-
-    def ours(transport: SimTransport, dtype: torch.dtype) -> Tensor:
-        net = model().to(torch.bfloat16).to(dtype)
-        optimizer = onebit.OnebitAdam(net.parameters(), lr=1e-2, freeze_step=FREEZE, transport=transport)
-        return train(transport, range(8), net, optimizer)[-1].float()
-
-    exact, rounded = (
-        run_ranks(2, lambda transport, d=d: ours(transport, d))[0] for d in (torch.float32, torch.bfloat16)
-    )
-    assert (exact - rounded).abs().median() < 2e-3
+    check_replicas(name, (3, None), dtype)
 
 
 @pytest.mark.pairwise
@@ -112,27 +88,7 @@ def test_low_precision_parameters_follow_the_float32_ones() -> None:
 @pytest.mark.parametrize("error_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stop", [0, 2, FREEZE, FREEZE + 1, 11])
 def test_resume_equals_no_interruption(stop: int, error_dtype: torch.dtype, name: str) -> None:
-    """To the bit: parameters and the whole optimizer state; through torch.save with weights_only."""
-
-    def ours(transport: SimTransport) -> bool:
-        options = {"error_dtype": error_dtype, "max_grad_norm": 0.5 if stop == 2 else 0.0}
-        net, optimizer = fresh(transport, name, **options)
-        expected = train(transport, range(15), net, optimizer)[-1]
-        net2, optimizer2 = fresh(transport, name, **options)
-        train(transport, range(stop), net2, optimizer2)
-        file = io.BytesIO()
-        torch.save({"model": net2.state_dict(), "optimizer": optimizer2.state_dict()}, file)
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
-        net3, optimizer3 = fresh(transport, name, **options)
-        train(transport, range(50, 50 + (stop * 7) % 9), net3, optimizer3)  # some other past, in some other phase
-        net3.load_state_dict(saved["model"])
-        optimizer3.load_state_dict(saved["optimizer"])
-        train(transport, range(stop, 15), net3, optimizer3)
-        assert optimizer3.error_norm_ratio() == optimizer.error_norm_ratio()
-        return torch.equal(flat(net3), expected) and same(optimizer3.state_dict(), optimizer.state_dict())
-
-    assert run_ranks(2, ours) == [True, True]
+    check_resume(name, (2, None), stop, error_dtype=error_dtype, max_grad_norm=0.5 if stop == 2 else 0.0)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from family import FAMILY, FREEZE, batch, flat, fresh, loss_of, make, model, same, snapshot, train
+from family_contract import check_skip
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -281,26 +282,8 @@ def test_elements_of_unlike_size_move_alike_after_the_freeze() -> None:
 @pytest.mark.parametrize("bad_step", [2, 9])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_gradient_on_one_rank_makes_all_skip_and_leaves_no_trace(bad: float, bad_step: int, name: str) -> None:
-    """Also with clipping on; the run goes on as if the step had not been."""
-
-    def ours(transport: SimTransport, max_grad_norm: float) -> bool:
-        net, optimizer = fresh(transport, name, max_grad_norm=max_grad_norm)
-        clean_net, clean = fresh(transport, name, max_grad_norm=max_grad_norm)
-        train(transport, range(bad_step), net, optimizer)
-        before, weights = snapshot(optimizer), flat(net).clone()
-        optimizer.zero_grad()
-        loss = loss_of(net, 77, transport.rank)
-        (loss * (bad if transport.rank == 1 else 1.0)).backward()
-        optimizer.step()
-        assert optimizer.stats.skipped_steps == 1
-        before["onebit"]["skipped_steps"] = 1
-        assert same(before, optimizer.state_dict()) and torch.equal(flat(net), weights)
-        train(transport, range(bad_step, 12), net, optimizer)
-        train(transport, range(12), clean_net, clean)
-        return torch.equal(flat(net), flat(clean_net))
-
     for max_grad_norm in (0.0, 0.2):
-        assert run_ranks(2, lambda transport, c=max_grad_norm: ours(transport, c)) == [True, True]
+        check_skip(name, (2, None), bad_step, bad, max_grad_norm=max_grad_norm)
 
 
 @pytest.mark.parametrize("name", FAMILY)

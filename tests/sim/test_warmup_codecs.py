@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from config_files import small
-from family import FAMILY, FREEZE, flat, fresh, make, model, same, snapshot, train
+from family import FAMILY, FREEZE, flat, fresh, model, snapshot, train
+from family_contract import World, check_resume
 from sharded_ranks import initial
 from torch import Tensor
 
 import onebit
-from onebit.comm import Int8Codec, Log4Codec, SimTransport, hierarchical, run_ranks
+from onebit.comm import Int8Codec, Log4Codec, SimTransport, run_ranks
 from onebit.zero import ShardedOnebitAdam
 from onebit.zero.forms import inter_node
 
@@ -26,30 +27,10 @@ CASES += [("OnebitAdam", {"momentum_of": "moves"}), ("OnebitAdam", {"momentum_of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [IN_WARMUP, BEHIND])
+@pytest.mark.parametrize(("stop", "world"), [(IN_WARMUP, (3, None)), (BEHIND, (2, 2))])
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
-def test_a_resumed_run_goes_on_as_if_nothing_had_been(name: str, options: dict, stop: int) -> None:
-    """Stopped in the warm-up on three ranks; after it, in two levels."""
-
-    def work(transport: SimTransport) -> tuple[Tensor, bool]:
-        net, optimizer = fresh(transport, name, check_replicas_every=1, **options)
-        train(transport, range(stop), net, optimizer)
-        state, weights = snapshot(optimizer), copy.deepcopy(net.state_dict())
-        train(transport, range(stop, 20), net, optimizer)
-        other = model(seed=5)
-        resumed = make(name, other, transport, **options)
-        other.load_state_dict(weights)
-        resumed.load_state_dict(state)
-        train(transport, range(stop, 20), other, resumed)
-        is_same = torch.equal(flat(net), flat(other)) and same(optimizer.state_dict(), resumed.state_dict())
-        if hasattr(optimizer, "sync"):
-            optimizer.sync()
-        return flat(net).clone(), is_same
-
-    in_warmup = stop == IN_WARMUP
-    results = run_ranks(3, work) if in_warmup else run_ranks(4, lambda transport: work(hierarchical(transport, 2)))
-    assert all(is_same for _, is_same in results)
-    assert all(torch.equal(x, results[0][0]) and bool(x.isfinite().all()) for x, _ in results)
+def test_a_resumed_run_goes_on_as_if_nothing_had_been(name: str, options: dict, stop: int, world: World) -> None:
+    check_resume(name, world, stop, **options)
 
 
 def test_two_ranks_take_a_warm_up_of_moves_over_from_three() -> None:
