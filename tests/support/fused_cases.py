@@ -89,8 +89,20 @@ def assert_same(got: Tensor, expected: Tensor, what: str) -> None:
     assert not different.any(), f"{what}: {int(different.sum())} differ, first at {different.nonzero()[0].tolist()}"
 
 
-def to(device: str, *xs: Tensor | None) -> list[Tensor | None]:
-    return [None if x is None else x.to(device) for x in xs]
+def to(where: str, *xs: Tensor | None) -> list[Tensor | None]:
+    """Copies there."""
+    return [None if x is None else x.to(where, copy=True) for x in xs]
+
+
+def assert_all_same(got: Sequence[Tensor | None], expected: Sequence[Tensor | None], what: str) -> None:
+    for k, (mine, wanted) in enumerate(zip(got, expected, strict=True)):
+        if mine is not None and wanted is not None:
+            assert_same(mine, wanted, f"{what} {k}")
+
+
+def compare(device: str, take: Callable[[str, bool], list[Tensor | None]], what: str) -> None:
+    """What take(where, is_reference) has written there is what the reference has written here."""
+    assert_all_same(take(device, False), take("cpu", True), what)
 
 
 def frames_of(case: Case, seed: int) -> Tensor:
@@ -109,39 +121,34 @@ def tensors_of(case: Case, seed: int) -> list[Tensor | None]:
     return [None if dtype is None else numbers(n, seed=seed + k).to(dtype) for k, (n, dtype) in pairs]
 
 
+def divisor(case: Case, where: str, variance: bool) -> Tensor | Variance:
+    D = numbers(case.K, case.N, seed=1).abs() + 1e-6
+    if not variance:
+        return D.to(where)
+    return Variance(D.square().to(where), numbers(case.K, case.J, seed=4).abs().to(where), 1.25, 1e-8)
+
+
 def check_encode_momentum(
     function: Callable[..., None], case: Case, *, error: torch.dtype | None, packed: bool, variance: bool,
     scale: str = "rms", device: str = "cpu", grads: Sequence[Tensor | None] | None = None,
 ) -> None:  # fmt: skip
     """Frames and residual; what is read stays as it is."""
-    K, J, N = case.K, case.J, case.N
-    grads = tensors_of(case, 10) if grads is None else grads
-    D = numbers(K, N, seed=1).abs() + 1e-6
-    momentum = frames_of(case, 2) if packed else numbers(K, N, seed=2)
-    error_KN = None if error is None else numbers(K, N, seed=3).to(error)
-    counts = case.counts()
-    operand: Tensor | Variance = D
-    there: Tensor | Variance = D.to(device)
-    if variance:
-        floor = numbers(K, J, seed=4).abs()
-        operand = Variance(D.square(), floor, 1.25, 1e-8)
-        there = Variance(D.square().to(device), floor.to(device), 1.25, 1e-8)
-    residual_dtype = error or torch.float32
-    expected = garbage(case, K), torch.full((K, N), 7.0, dtype=residual_dtype)
-    got = [x.clone().to(device) for x in expected]
-    got[0].fill_(0xCD)
-    options, segments = {"block": case.block, "scale": scale}, case.segments()
-    made_of = MomentumInputs(grads, segments, operand, momentum, WEIGHTS)
-    reference.encode_momentum(made_of, EncodeOutput(error_KN, expected[0], counts, expected[1]), **options)
-    g_there = to(device, *grads)
-    m_there, e_there, c_there = to(device, momentum, error_KN, counts)
-    made_of = MomentumInputs(g_there, segments, there, m_there, WEIGHTS)
-    function(made_of, EncodeOutput(e_there, got[0], c_there, got[1]), **options)
-    assert_same(got[0], expected[0], "frames")
-    assert_same(got[1], expected[1], "residual")
-    for before, after in zip([*grads, momentum, error_KN], [*g_there, m_there, e_there], strict=True):
-        if before is not None and after is not None:
-            assert_same(after, before, "what is read")
+    K, N = case.K, case.N
+    read = [*(tensors_of(case, 10) if grads is None else grads)]
+    read += [frames_of(case, 2) if packed else numbers(K, N, seed=2)]
+    read += [None if error is None else numbers(K, N, seed=3).to(error)]
+
+    def take(where: str, is_reference: bool) -> list[Tensor | None]:
+        *g, momentum, error_KN = there = to(where, *read)
+        frames = garbage(case, K).fill_(0xAB if is_reference else 0xCD).to(where)
+        residual = torch.full((K, N), 7.0, dtype=error or torch.float32, device=where)
+        made_of = MomentumInputs(g, case.segments(), divisor(case, where, variance), momentum, WEIGHTS)
+        out = EncodeOutput(error_KN, frames, case.counts().to(where), residual)
+        (reference.encode_momentum if is_reference else function)(made_of, out, block=case.block, scale=scale)
+        assert_all_same(there, read, "what is read")
+        return [frames, residual]
+
+    compare(device, take, "frames and residual")
 
 
 def check_encode_gradients(
@@ -154,21 +161,18 @@ def check_encode_gradients(
     if closed:
         counts.view(-1)[::2] = 0
     before = numbers(case.K, case.N, seed=3).to(owed)
-    expected, got = (garbage(case, case.K), before.clone()), (garbage(case, case.K).fill_(0xCD), before.clone())
-    there = [x.to(device) for x in got]
-    options, segments = {"block": case.block, "scale": scale}, case.segments()
-    reference.encode_gradients(
-        GradientSum(grads, segments, expected[1], expected[0], counts, 0.1, 0.5, returned), **options
-    )
-    g_there, (c_there,) = to(device, *grads), to(device, counts)
-    function(GradientSum(g_there, segments, there[1], there[0], c_there, 0.1, 0.5, returned), **options)
-    assert_same(there[0], expected[0], "frames")
-    assert_same(there[1], expected[1], "what is owed")
-    if returned is None:
-        assert_same(there[1], before, "what is owed and stays")
-    for x, after in zip(grads, g_there, strict=True):
-        if x is not None and after is not None:
-            assert_same(after, x, "what is read")
+
+    def take(where: str, is_reference: bool) -> list[Tensor | None]:
+        frames = garbage(case, case.K).fill_(0xAB if is_reference else 0xCD).to(where)
+        there, (rest, counted) = to(where, *grads), to(where, before, counts)
+        step = GradientSum(there, case.segments(), rest, frames, counted, 0.1, 0.5, returned)
+        (reference.encode_gradients if is_reference else function)(step, block=case.block, scale=scale)
+        assert_all_same(there, grads, "a gradient")
+        if returned is None:
+            assert_all_same([rest], [before], "what is owed and stays")
+        return [frames, rest]
+
+    compare(device, take, "frames and what is owed")
 
 
 def check_encode_mean(
@@ -177,15 +181,16 @@ def check_encode_mean(
 ) -> None:  # fmt: skip
     received = torch.cat([frames_of(case, seed)[:1] for seed in range(rows)])
     error_1N = None if error is None else numbers(1, case.N, seed=9).to(error)
-    counts = case.counts()[:1]
-    expected = garbage(case, 1), torch.full((1, case.N), 7.0, dtype=error or torch.float32)
-    got = [x.clone().to(device) for x in expected]
-    options = {"block": case.block, "scale": scale}
-    reference.encode_mean(received, EncodeOutput(error_1N, expected[0], counts, expected[1]), **options)
-    r_there, e_there, c_there = to(device, received, error_1N, counts)
-    function(r_there, EncodeOutput(e_there, got[0], c_there, got[1]), **options)
-    assert_same(got[0], expected[0], "frame")
-    assert_same(got[1], expected[1], "residual")
+
+    def take(where: str, is_reference: bool) -> list[Tensor | None]:
+        frame = garbage(case, 1).to(where)
+        residual = torch.full((1, case.N), 7.0, dtype=error or torch.float32, device=where)
+        there, error_there, counts = to(where, received, error_1N, case.counts()[:1])
+        out = EncodeOutput(error_there, frame, counts, residual)
+        (reference.encode_mean if is_reference else function)(there, out, block=case.block, scale=scale)
+        return [frame, residual]
+
+    compare(device, take, "frame and residual")
 
 
 def inside(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -202,71 +207,53 @@ def check_local_step(
     function: Callable[..., None], case: Case, *, variance: bool, anchored: bool, device: str = "cpu"
 ) -> None:
     """Momentum, sum, anchor and parameters; gradients stay as they are. Parameters are there in other segments."""
-    K, J, N = case.K, case.J, case.N
-    grads = tensors_of(case, 10)
+    K, N, grads = case.K, case.N, tensors_of(case, 10)
     params = wide([numbers(n, seed=20 + k).to(DTYPES[k % 2]) if k != 1 else None for k, n in enumerate(case.numels)])
-    D, floor = numbers(K, N, seed=1).abs() + 1e-6, numbers(K, J, seed=4).abs()
     flats = [numbers(K, N, seed=2), numbers(K, N, seed=3), torch.full((K, N), 7.0) if anchored else None]
 
-    def step(where: str, params: Sequence[Tensor | None], flats: Sequence[Tensor | None]) -> LocalStep:
-        m, u, anchor = flats
-        divisor = Variance(D.square().to(where), floor.to(where), 1.25, 1e-8) if variance else D.to(where)
-        assert m is not None and u is not None
-        momentum = MomentumInputs(to(where, *grads), case.segments(), divisor, m, WEIGHTS)
-        return LocalStep(momentum, u, anchor, inside(params), weight=0.01, kept=0.999)
+    def take(where: str, is_reference: bool) -> list[Tensor | None]:
+        *written, m, u, anchor = changed = to(where, *params, *flats)
+        there = to(where, *grads)
+        momentum = MomentumInputs(there, case.segments(), divisor(case, where, variance), m, WEIGHTS)
+        step = LocalStep(momentum, u, anchor, inside(written), weight=0.01, kept=0.999)
+        (reference.local_step if is_reference else function)(step, block=case.block)
+        assert_all_same(there, grads, "a gradient")
+        return changed
 
-    got = [None if x is None else x.clone().to(device) for x in (*params, *flats)]
-    expected = [None if x is None else x.clone() for x in (*params, *flats)]
-    made = step(device, got[: len(params)], got[len(params) :])
-    function(made, block=case.block)
-    reference.local_step(step("cpu", expected[: len(params)], expected[len(params) :]), block=case.block)
-    for k, (mine, wanted) in enumerate(zip(got, expected, strict=True)):
-        if mine is not None and wanted is not None:
-            assert_same(mine, wanted, f"parameter {k}" if k < len(params) else f"flat {k - len(params)}")
-    for before, after in zip(grads, made.momentum.grads, strict=True):
-        if before is not None and after is not None:
-            assert_same(after, before, "a gradient")
+    compare(device, take, "parameter, momentum, sum, anchor")
 
 
 def check_correct_residual(
     function: Callable[..., None], case: Case, *, error: torch.dtype, variance: bool, device: str = "cpu"
 ) -> None:
     """The residual of both; gradients stay as they are."""
-    K, J, N = case.K, case.J, case.N
-    grads, residual = tensors_of(case, 10), (numbers(K, N, seed=3) + 0.0).to(error)  # no frame leaves -0.0 in padding
-    D, floor = numbers(K, N, seed=1).abs() + 1e-6, numbers(K, J, seed=4).abs()
+    grads = tensors_of(case, 10)
+    before = (numbers(case.K, case.N, seed=3) + 0.0).to(error)  # no frame leaves -0.0 in padding
 
-    def take(where: str, function: Callable[..., None], residual: Tensor) -> MomentumInputs:
-        divisor = Variance(D.square().to(where), floor.to(where), 1.25, 1e-8) if variance else D.to(where)
-        made_of = MomentumInputs(to(where, *grads), case.segments(), divisor, residual, WEIGHTS)
-        function(made_of, 0.7, residual, block=case.block)
-        return made_of
+    def take(where: str, is_reference: bool) -> list[Tensor | None]:
+        there, (residual,) = to(where, *grads), to(where, before)
+        made_of = MomentumInputs(there, case.segments(), divisor(case, where, variance), residual, WEIGHTS)
+        (reference.correct_residual if is_reference else function)(made_of, 0.7, residual, block=case.block)
+        assert_all_same(there, grads, "a gradient")
+        return [residual]
 
-    got, expected = residual.clone().to(device), residual.clone()
-    made_of = take(device, function, got)
-    take("cpu", reference.correct_residual, expected)
-    assert_same(got, expected, "residual")
-    for before, after in zip(grads, made_of.grads, strict=True):
-        if before is not None and after is not None:
-            assert_same(after, before, "a gradient")
+    compare(device, take, "residual")
 
 
 def check_momentum_sums(
     function: Callable[..., None], case: Case, *, packed: bool, variance: bool, device: str = "cpu"
 ) -> None:
-    """The sums of every block, those without gradients as well; gradients stay as they are."""
-    K, J, N = case.K, case.J, case.N
-    grads, old = tensors_of(case, 10), frames_of(case, 2) if packed else numbers(K, N, seed=2)
-    D, floor = numbers(K, N, seed=1).abs() + 1e-6, numbers(K, J, seed=4).abs()
+    """The sums of every block, those without gradients as well."""
+    old = frames_of(case, 2) if packed else numbers(case.K, case.N, seed=2)
 
-    def take(where: str, function: Callable[..., None]) -> Tensor:
-        divisor = Variance(D.square().to(where), floor.to(where), 1.25, 1e-8) if variance else D.to(where)
-        made_of = MomentumInputs(to(where, *grads), case.segments(), divisor, old.to(where), WEIGHTS)
-        sums = torch.full((K, J, 2), 7.0, device=where)
-        function(made_of, sums, block=case.block)
-        return sums
+    def take(where: str, is_reference: bool) -> list[Tensor | None]:
+        grads = to(where, *tensors_of(case, 10))
+        made_of = MomentumInputs(grads, case.segments(), divisor(case, where, variance), old.to(where), WEIGHTS)
+        sums = torch.full((case.K, case.J, 2), 7.0, device=where)
+        (reference.momentum_sums if is_reference else function)(made_of, sums, block=case.block)
+        return [sums]
 
-    assert_same(take(device, function), take("cpu", reference.momentum_sums), "sums")
+    compare(device, take, "sums")
 
 
 def check_owner_step(
@@ -282,44 +269,36 @@ def check_owner_step(
     variance = numbers(N, seed=44).square() - 1e-3 * numbers(N, seed=45).square()
     if J > 2:
         variance[case.block :: 97] = float("nan")
-    written = [variance, torch.full((N,), 7.0), torch.full((N,), 8.0) if with_D else None, torch.full((J, 4), 9.0)]
+    before = [variance, torch.full((N,), 7.0), torch.full((N,), 8.0) if with_D else None, torch.full((J, 4), 9.0)]
+    weights = {"weight": 0.01, "own": 0.3, "common": 0.6, "eps": 1e-8, "floor": 0.01, "inverse_limit": 0.2}
 
-    def step(where: str, written: Sequence[Tensor | None]) -> OwnerStep:
-        frames, grad, counts = to(where, *read)
-        v, direction, D, sums = written
-        assert frames is not None and grad is not None and counts is not None
-        assert v is not None and direction is not None and sums is not None
-        there = corrections.to(where) if isinstance(corrections, Tensor) else corrections
-        numbers = {"weight": 0.01, "own": 0.3, "common": 0.6, "eps": 1e-8, "floor": 0.01, "inverse_limit": 0.2}
-        return OwnerStep(frames, ranks - 1, grad, counts, v, direction, D, sums, there, **numbers)
+    def take(where: str, is_reference: bool) -> list[Tensor | None]:
+        frames, grad, counts = there = to(where, *read)
+        written = to(where, *before)
+        corrected = corrections.to(where) if isinstance(corrections, Tensor) else corrections
+        step = OwnerStep(frames, ranks - 1, grad, counts, *written, corrected, **weights)
+        (reference.owner_step if is_reference else function)(step, block=case.block)
+        assert_all_same(there, read, "what is read")
+        floats = [x for x in written if x is not None]  # a NaN is a NaN, whatever its bits
+        return [*(x.isnan() for x in floats), *(x.nan_to_num(5.0) for x in floats)]
 
-    got = [None if x is None else x.clone().to(device) for x in written]
-    made = step(device, got)
-    function(made, block=case.block)
-    expected = [None if x is None else x.clone() for x in written]
-    reference.owner_step(step("cpu", expected), block=case.block)
-    for mine, wanted, what in zip(got, expected, ("variance", "direction", "D", "sums"), strict=True):
-        if mine is not None and wanted is not None:
-            assert torch.equal(mine.cpu().isnan(), wanted.isnan()), f"NaNs of {what}"
-            assert_same(mine.cpu().nan_to_num(5.0), wanted.nan_to_num(5.0), what)
-    for before, after in zip(read, (made.received_WB, made.grad_N, made.counts_J), strict=True):
-        assert_same(after.cpu().nan_to_num(5.0), before.nan_to_num(5.0), "what is read")
+    compare(device, take, "variance, direction, D, sums")
 
 
 def check_apply(function: Callable[..., None], case: Case, *, device: str = "cpu") -> None:
     """Parameters: each in the middle of a wider tensor whose edges stay, and each at the beginning of its memory."""
-    frames, segments, S = frames_of(case, 5), case.segments(), len(case.numels)
-    weight, keep = numbers(S, seed=6), 1.0 - numbers(S, seed=7).abs() * 1e-3
-    f_there, w_there, k_there = to(device, frames, weight, keep)
+    S = len(case.numels)
+    read = frames_of(case, 5), numbers(S, seed=6), 1.0 - numbers(S, seed=7).abs() * 1e-3
     for around, of in ((wide, inside), (list, list)):
-        params = around(tensors_of(case, 20))
-        there = [None if p is None else p.clone().to(device) for p in params]
-        expected = [None if p is None else p.clone() for p in params]
-        reference.apply(frames, case.N, ParamUpdate(of(expected), segments, weight, keep), block=case.block)
-        function(f_there, case.N, ParamUpdate(of(there), segments, w_there, k_there), block=case.block)
-        for got, want in zip(there, expected, strict=True):
-            if got is not None and want is not None:
-                assert_same(got, want, "parameter")
+
+        def take(where: str, is_reference: bool, around: Callable = around, of: Callable = of) -> list[Tensor | None]:
+            params = to(where, *around(tensors_of(case, 20)))
+            frames, weight, keep = to(where, *read)
+            update = ParamUpdate(of(params), case.segments(), weight, keep)
+            (reference.apply if is_reference else function)(frames, case.N, update, block=case.block)
+            return params
+
+        compare(device, take, "parameter")
 
 
 def check_copies(kernel: ModuleType, dtype: torch.dtype) -> None:
