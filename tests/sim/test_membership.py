@@ -20,7 +20,7 @@ import torch
 from faults import simulated
 from faults.case import AS_PROMISED, Tools
 from faults.member_runs import Hub, Killed, MortalTransport, founded
-from test_onebit_adam import SIZES, gradient, split, start
+from test_onebit_adam import SIZES, gradient, parameters, split, start
 from torch import Tensor, nn
 from torch.distributed import HashStore
 
@@ -533,31 +533,49 @@ def owners(optimizer: onebit.OnebitAdam) -> np.ndarray:
 FREEZE, STEPS, LR = 12, 34, 0.03
 
 
-def elastic(
-    members: Members, hub: Hub, leaves: dict[str, int], newcomers: int
-) -> tuple[list[tuple[str, ...]], list[np.ndarray], np.ndarray, tuple[int, float]]:
-    """The members of each step, who averaged what in it, the parameters after the last, and the residuals lost."""
-    name = members.rendezvous.name
-    params = [nn.Parameter(p.clone()) for p in split(torch.from_numpy(start()).float())]
-    optimizer = onebit.OnebitAdam(
-        params, lr=LR, transport=members, freeze_step=FREEZE, warmup_codec=IdentityCodec(), compression="always"
-    )
-    begin(optimizer)
-    rosters, owned = [], []
-    while (step := optimizer.steps_taken()) < leaves.get(name, STEPS):
-        if newcomers and step == 20:
-            await_newcomers(members, hub, newcomers)
-        x = torch.cat([p.detach() for p in params]).double().numpy()
-        for p, g in zip(params, split(torch.from_numpy(gradient(x, step, ord(name) - 97)).float()), strict=True):
-            p.grad = g.clone()
-        optimizer.step()
-        assert members.roster is not None
-        rosters.append(members.roster.names)
-        owned.append(owners(optimizer))
-    if name in leaves:
-        raise Killed
-    lost = optimizer.stats.lost_residuals, optimizer.stats.lost_residual_norm
-    return rosters, owned, torch.cat([p.detach() for p in params]).double().numpy(), lost
+def run_of_changes(
+    founders: int,
+    leaves: dict[str, int],
+    newcomers: str,
+    make: Callable[[list[nn.Parameter], Members], tuple[Any, Any]],
+    *,
+    steps: int = 24,
+    joins_at: int = 10,
+) -> tuple[list[tuple[str, ...]], list[np.ndarray], np.ndarray, Any]:
+    """Of the longest run: the members of each step, who averaged what in it, the parameters after the last, the stats.
+
+    make: an optimizer and its schedule or None. leaves: after how many steps a member dies. All who stay end the same.
+    """
+    hub = Hub(founders)
+
+    def work(members: Members) -> tuple[list[tuple[str, ...]], list[np.ndarray], np.ndarray, Any]:
+        name, params = members.rendezvous.name, parameters()
+        optimizer, schedule = make(params, members)
+        begin(optimizer, **({"schedule": schedule} if schedule else {}))
+        rosters, owned = [], []
+        while (step := optimizer.steps_taken()) < leaves.get(name, steps):
+            if newcomers and step == joins_at:
+                await_newcomers(members, hub, len(newcomers))
+            x = torch.cat([p.detach() for p in params]).double().numpy()
+            for p, g in zip(params, split(torch.from_numpy(gradient(x, step, ord(name) - 97)).float()), strict=True):
+                p.grad = g.clone()
+            optimizer.step()
+            if schedule:
+                schedule.step()
+            assert members.roster is not None
+            rosters.append(members.roster.names)
+            owned += [owners(optimizer)] if isinstance(optimizer, onebit.OnebitAdam) else []
+        if name in leaves:
+            raise Killed
+        optimizer.check_replicas()
+        return rosters, owned, torch.cat([p.detach() for p in params]).double().numpy(), optimizer.stats
+
+    run = founded(hub, work, [INF] * founders)
+    run.joined_by(newcomers)
+    stayed = list(run.results.values())
+    longest = max(stayed, key=lambda its: len(its[0]))
+    assert len(set(longest[0])) == 2 and all(np.array_equal(longest[2], its[2]) for its in stayed)
+    return longest
 
 
 @pytest.mark.parametrize(
@@ -569,12 +587,12 @@ def test_equals_the_textbook_loop_whose_workers_change(founders: int, leaves: di
     Residuals are carried over but for those of the lost, whose size is that of their last vote: they die after a step,
     so it is that before this step.
     """
-    hub = Hub(founders)
-    run = founded(hub, lambda members: elastic(members, hub, leaves, len(newcomers)), [INF] * founders)
-    run.joined_by(newcomers)
-    stayed = list(run.results.values())
-    rosters, owned, found, lost = max(stayed, key=lambda its: len(its[0]))
-    assert len(set(rosters)) == 2 and all(np.array_equal(found, its[2]) for its in stayed)
+
+    def make(params: list[nn.Parameter], members: Members) -> tuple[onebit.OnebitAdam, None]:
+        options = {"freeze_step": FREEZE, "warmup_codec": IdentityCodec(), "compression": "always"}
+        return onebit.OnebitAdam(params, lr=LR, transport=members, **options), None
+
+    rosters, owned, found, stats = run_of_changes(founders, leaves, newcomers, make, steps=STEPS, joins_at=20)
     oracle = ElasticOracle(start(), len(rosters[0]), SIZES, dense=lambda step: step < FREEZE)
     oracle.names, norms = list(rosters[0]), dict[str, float]()
     for step, names in enumerate(rosters):
@@ -588,8 +606,8 @@ def test_equals_the_textbook_loop_whose_workers_change(founders: int, leaves: di
         norms |= {name: float(np.linalg.norm(oracle.share(name, owned[step]))) for name in names}
         oracle.step(np.stack([gradient(oracle.x, step, ord(name) - 97) for name in names]), LR)
     np.testing.assert_allclose(found, oracle.x, atol=2e-4, rtol=0)
-    assert lost[0] == expected[0]
-    np.testing.assert_allclose(lost[1], expected[1], rtol=2e-3)  # float32 against float64
+    assert stats.lost_residuals == expected[0]
+    np.testing.assert_allclose(stats.lost_residual_norm, expected[1], rtol=2e-3)  # float32 against float64
 
 
 @pytest.mark.parametrize(("founders", "leaves", "newcomers"), [(3, {"b": 8}, ""), (2, {}, "cd"), (2, {"a": 10}, "")])
@@ -597,35 +615,14 @@ def test_local_steps_are_those_of_the_members_of_each_round(
     founders: int, leaves: dict[str, int], newcomers: str
 ) -> None:
     """In full precision a round leaves the mean of its members' parameters; a loop in float64 takes the same steps."""
-    hub = Hub(founders)
 
-    def work(members: Members) -> tuple[list[tuple[str, ...]], np.ndarray]:
-        name, params = members.rendezvous.name, [nn.Parameter(torch.from_numpy(start()).float())]
-        optimizer = onebit.LocalSteps(
-            torch.optim.SGD(params, lr=LR, weight_decay=0.1), every=4, codec=IdentityCodec(), transport=members
-        )
-        begin(optimizer)
-        rosters = []
-        while (step := optimizer.steps_taken()) < leaves.get(name, 24):
-            if newcomers and step == 10:
-                await_newcomers(members, hub, len(newcomers))
-            x = params[0].detach().double().numpy()
-            params[0].grad = torch.from_numpy(gradient(x, step, ord(name) - 97)).float()
-            optimizer.step()
-            assert members.roster is not None
-            if (step + 1) % 4 == 0:
-                rosters.append(members.roster.names)
-        if name in leaves:
-            raise Killed
-        return rosters, params[0].detach().double().numpy()
+    def make(params: list[nn.Parameter], members: Members) -> tuple[onebit.LocalSteps, None]:
+        inner = torch.optim.SGD(params, lr=LR, weight_decay=0.1)
+        return onebit.LocalSteps(inner, every=4, codec=IdentityCodec(), transport=members), None
 
-    run = founded(hub, work, [INF] * founders)
-    run.joined_by(newcomers)
-    stayed = list(run.results.values())
-    rosters, found = max(stayed, key=lambda its: len(its[0]))
-    assert len(set(rosters)) == 2 and all(np.array_equal(found, its[1]) for its in stayed)
+    rosters, _, found, _ = run_of_changes(founders, leaves, newcomers, make)
     x = start()
-    for k, names in enumerate(rosters):
+    for k, names in enumerate(rosters[3::4]):
         each = []
         for name in names:
             w = x.copy()
@@ -728,34 +725,12 @@ def test_a_dense_optimizer_steps_with_the_mean_of_the_members_of_each_step(
     founders: int, leaves: dict[str, int], newcomers: str
 ) -> None:
     """A loop in float64, with momentum, a schedule and decay, takes the same steps; newcomers get both."""
-    hub, steps = Hub(founders), 24
 
-    def work(members: Members) -> tuple[list[tuple[str, ...]], np.ndarray]:
-        name, params = members.rendezvous.name, [nn.Parameter(torch.from_numpy(start()).float())]
+    def make(params: list[nn.Parameter], members: Members) -> tuple[onebit.AveragedSteps, Any]:
         inner = torch.optim.SGD(params, lr=LR, momentum=0.9, weight_decay=0.1)
-        optimizer = onebit.AveragedSteps(inner, transport=members)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
-        begin(optimizer, schedule=schedule)
-        rosters = []
-        while (step := optimizer.steps_taken()) < leaves.get(name, steps):
-            if newcomers and step == 10:
-                await_newcomers(members, hub, len(newcomers))
-            x = params[0].detach().double().numpy()
-            params[0].grad = torch.from_numpy(gradient(x, step, ord(name) - 97)).float()
-            optimizer.step()
-            schedule.step()
-            assert members.roster is not None
-            rosters.append(members.roster.names)
-        if name in leaves:
-            raise Killed
-        optimizer.check_replicas()
-        return rosters, params[0].detach().double().numpy()
+        return onebit.AveragedSteps(inner, transport=members), torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
 
-    run = founded(hub, work, [INF] * founders)
-    run.joined_by(newcomers)
-    stayed = list(run.results.values())
-    rosters, found = max(stayed, key=lambda its: len(its[0]))
-    assert len(set(rosters)) == 2 and all(np.array_equal(found, its[1]) for its in stayed)
+    rosters, _, found, _ = run_of_changes(founders, leaves, newcomers, make)
     x, velocity = start(), np.zeros_like(start())
     for step, names in enumerate(rosters):
         mean = np.mean([gradient(x, step, ord(name) - 97) for name in names], axis=0)
