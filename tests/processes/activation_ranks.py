@@ -279,7 +279,6 @@ def gap(a: Tensor, b: Tensor) -> float:
 
 def run_cases(cases: list[tuple[str, dict]]) -> list[dict[str, object]]:
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     results = [globals()[function](Case(**fields), rank, world) for function, fields in cases]

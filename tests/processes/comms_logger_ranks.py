@@ -13,7 +13,6 @@ from onebit import zero
 
 def logs_messages(stage: int, verbose: bool) -> dict[str, Any]:
     """Four steps, once without the logger; what it logged, and whether both have the same bits."""
-    torch.set_num_threads(1)
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]

@@ -57,7 +57,6 @@ def whole(engine: zero.DeepSpeedEngine) -> tuple[str, Tensor, nn.Module]:
 
 def trains(folder: str, cases: Sequence[tuple[dict, int]]) -> list[dict]:
     """Each case to the end, and again in two halves with a checkpoint in mid-schedule between them."""
-    torch.set_num_threads(1)
     transport = init("gloo", levels=1)
     facts = []
     for k, (given, shards) in enumerate(cases):

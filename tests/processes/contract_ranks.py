@@ -106,7 +106,6 @@ def same_everywhere(engine: zero.DeepSpeedEngine) -> bool:
 
 def on_four(folder: str) -> dict[str, dict]:
     """Two nodes of two: train, resume, meet a bad batch, go on where one node has all four."""
-    torch.set_num_threads(1)
     world = init("gloo", levels=1)
     facts: dict[str, dict] = {}
     for form in FORMS:
@@ -144,7 +143,6 @@ def on_four(folder: str) -> dict[str, dict]:
 
 def on_two(folder: str) -> dict[str, dict]:
     """One node of two goes on where two were; with the optimizer's state otherwise than with the weights alone."""
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     facts: dict[str, dict] = {}
     for form in FORMS:
@@ -161,7 +159,6 @@ def on_two(folder: str) -> dict[str, dict]:
 
 def with_features(folder: str) -> dict[str, dict]:
     """Each feature around a dense optimizer: it acts, and a resumed run is the one without a break."""
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     facts: dict[str, dict] = {}
     plain = start(config_of(Dense.example, folder, 2))

@@ -30,7 +30,6 @@ MICRO_BATCHES = 2
 def run(folder: str, blocks: dict[str, dict[str, object]], cases: Sequence[tuple[str, str, int]]) -> None:
     """Cases (decoder, optimizer, ZeRO stage); the configuration's blocks are the layout. Results go to the folder."""
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
     here: Grid | None = None
     for name, optimizer, stage in cases:
         place = Path(folder) / f"{name}.{optimizer}.{stage}"
@@ -77,7 +76,6 @@ def _evaluated(engine: zero.DeepSpeedEngine) -> float:
 def elsewhere(places: Sequence[str]) -> None:
     """The last step of each case, resumed in one process."""
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
     here: Grid | None = None
     for place in places:
         name, optimizer, _ = Path(place).name.split(".")
@@ -119,7 +117,6 @@ def gradients(folder: str, names: Sequence[str]) -> None:
 
     A rank's part of a parameter must not be a view of the whole, or the whole would stay in memory.
     """
-    torch.set_num_threads(1)
     here = zero.grid.start(tensor=2, shard=1)
     furthest = {}
     for name in names:

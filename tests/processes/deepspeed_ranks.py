@@ -434,7 +434,6 @@ def warned(act: object) -> list[str]:
 
 def surface(folder: str) -> dict[str, object]:
     """Everything of two ranks."""
-    torch.set_num_threads(1)
     os.chdir(folder)
     deepspeed.init_distributed(dist_backend="gloo")
     again = warned(lambda: deepspeed.init_distributed(dist_backend="nccl"))

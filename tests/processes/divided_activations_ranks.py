@@ -16,7 +16,6 @@ from onebit.zero.activations import Keep, checkpoint
 
 def divided(folder: str) -> dict[str, Any]:
     """Gradients and kept bytes with shares, in each place; then what ranks with unlike inputs are told."""
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     group, facts = dist.new_group(), dict[str, Any]()
     layers = [nn.Linear(5, 5) for _ in range(3)]
@@ -51,7 +50,6 @@ def divided(folder: str) -> dict[str, Any]:
 
 def engine(folder: str) -> dict[str, Any]:
     """Losses of a Llama in two tensor slices, with gradient checkpointing: plain, and with each way to keep inputs."""
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     facts: dict[str, Any] = {}
     for name, block, own in [

@@ -431,7 +431,6 @@ def monitors() -> dict[str, object]:
 
 def keys(folder: str) -> dict[str, object]:
     """Everything of four ranks, and checkpoints for `resumes_with_two`."""
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     os.chdir(folder)
     facts: dict[str, object] = {
@@ -478,7 +477,6 @@ def delayed() -> dict[str, object]:
 
 def resumes_with_two(folder: str) -> dict[str, object]:
     """Two ranks with twice the batch each go on from where four were."""
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     os.chdir(folder)
     facts: dict[str, object] = {}

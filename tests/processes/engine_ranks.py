@@ -105,7 +105,6 @@ def resumes(folder: str, cases: Sequence[tuple[dict, int]]) -> list[dict]:
 
     That a checkpoint changes nothing of the run that writes it: `contract_ranks.on_four`, of every form.
     """
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     facts, by_shards = [], {}
     for k, (config, shards) in enumerate(cases):
@@ -146,7 +145,6 @@ def resumes(folder: str, cases: Sequence[tuple[dict, int]]) -> list[dict]:
 
 def trains_json(files: Sequence[str], folder: str) -> dict[str, str]:
     """Each configuration file, a few steps: what went wrong, by file. Monitors write under `folder`."""
-    torch.set_num_threads(1)
     os.chdir(folder)
     transport = init("gloo", levels=1)
     sharded, whole, problems = grids.start(shard=transport.world_size), grids.start(shard=1), {}
@@ -183,7 +181,6 @@ def trains_json(files: Sequence[str], folder: str) -> dict[str, str]:
 
 def trains_with_a_collective_between(cases: Sequence[tuple[dict, int]]) -> list[dict]:
     """A few steps of each case, in which replicas leave out layers of their own; the loss is averaged before step()."""
-    torch.set_num_threads(1)
     init("gloo", timeout_s=20.0, levels=1)
     found, by_shards = [], {}
     for config, shards in cases:

@@ -32,7 +32,6 @@ def run(
 ) -> None:
     """Cases over grids of so many shards and tensor ranks; results go to the folder, for each case and rank."""
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
     grids = []
     for shards, names in names_by_shards:
         here = grid.start(shard=shards, tensor=tensor, timeout_s=timeout_s)

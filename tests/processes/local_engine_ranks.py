@@ -218,7 +218,6 @@ def others(folder: str) -> dict[str, Any]:
 
 def all_of_four(folder: str, cases: Sequence[tuple[dict, int]]) -> dict[str, Any]:
     """One start of processes."""
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     found = {
         "by hand": by_hand(),
@@ -302,7 +301,6 @@ def pipeline(folder: str) -> dict[str, Any]:
 
 def goes_on(folder: str, made: dict) -> dict[str, Any]:
     """In a world of another size: anchors to the bit, what is owed in sum; trains on."""
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     engine = start(made)
     engine.load_checkpoint(Path(folder) / "0")

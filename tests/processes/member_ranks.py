@@ -22,7 +22,6 @@ from onebit import membership
 
 
 def main(address: str, name: str, founders: str, end: str, seconds: str = "0.02") -> None:
-    torch.set_num_threads(1)
     patience = membership.Patience(suspect_s=1.0, silent_s=2.0, look_s=0.2, wait_s=60.0)
     given = {"address": address, "founders": int(founders), "token": "test", "name": name} if address else {}
     members = membership.connect(**given, timeout_s=3.0, patience=patience)

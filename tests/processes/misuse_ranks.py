@@ -51,7 +51,6 @@ def empty_batches(cases: Sequence[tuple[dict, int, bool, str]]) -> list[str]:
 
     Rank 1 has no batch now and then. how: the loss that it has then, or that it calls no backward at all.
     """
-    torch.set_num_threads(1)
     by_shards, expected, found = {}, {}, []
     for config, shards, has_root, how in cases:
         if shards not in by_shards:
@@ -90,7 +89,6 @@ def _trained(config: dict, has_root: bool, grid: grids.Grid, kind: str) -> zero.
 
 def unlike_models(config: dict, shards: int) -> list[str]:
     """What a rank is told if the last rank has a layer less than the others; then it has as many."""
-    torch.set_num_threads(1)
     grid, found = grids.start(shard=shards, timeout_s=15), []
     for lacks in (grid.world.rank == grid.world.world_size - 1, False):
         model = Net()
@@ -108,7 +106,6 @@ def unlike_models(config: dict, shards: int) -> list[str]:
 
 def alone(call: str, folder: str, config: dict, shards: int) -> list[str]:
     """Rank 0 makes a call that is every rank's, while the others go on training: what each of them is told."""
-    torch.set_num_threads(1)
     grid = grids.start(shard=shards, timeout_s=3)
     engine = zero.initialize(model=Net(), config=config, grid=grid)[0]
     calls = {
@@ -136,7 +133,6 @@ def alone(call: str, folder: str, config: dict, shards: int) -> list[str]:
 
 def half_saved(folder: str, config: dict, shards: int, tensor: int = 1) -> list[str]:
     """Ways in which rank 0 writes weights: "" if the file is whole, or why it is refused."""
-    torch.set_num_threads(1)
     grid = grids.start(shard=shards, tensor=tensor, timeout_s=15)
     from torch.distributed.tensor.parallel import ColwiseParallel
 

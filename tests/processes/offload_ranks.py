@@ -77,7 +77,6 @@ def trains(files: str, folder: str, saves: str, victim: int = -1, phase: str = "
 
     What has been trained, the steps of the checkpoint that it began with, and the calls of each phase.
     """
-    torch.set_num_threads(1)
     killer = Killer((phase, call) if int(os.environ["RANK"]) == victim else None)
     with killer.phase("start"):
         torch.manual_seed(0)

@@ -94,7 +94,6 @@ def whole(engine: Any) -> dict[str, Tensor]:
 
 def trains(cases: Sequence[tuple[dict[str, Any], str]], folder: str) -> None:
     """Train each case; files have the weights, averaged ones, those of one rank alone, and those that forward uses."""
-    torch.set_num_threads(1)
     grid, found = grids.start(backend="gloo", timeout_s=30.0, shard=2), []
     for given, kind in cases:
         engine = zero.initialize(model=odd(), config=given, grid=grid)[0]
@@ -136,7 +135,6 @@ def alone(given: Mapping[str, Any], kind: str, dtype: torch.dtype = torch.float6
 
 def shares_a_trunk(folder: str) -> None:
     """Two engines over one trunk, in turns; and one process that does the same."""
-    torch.set_num_threads(1)
     grid = grids.start(backend="gloo", timeout_s=30.0, shard=2)
     found: dict[str, Any] = {}
     for low in (False, True):
@@ -173,7 +171,6 @@ def _two() -> list[nn.Module]:
 
 def is_rounded_right(stage: int) -> dict[str, Any]:
     """bf16: what scripts write into weights, and losses without a graph; gradients that a script reads and sets."""
-    torch.set_num_threads(1)
     grid = grids.start(backend="gloo", timeout_s=30.0, shard=2)
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1))
@@ -207,7 +204,6 @@ def is_rounded_right(stage: int) -> dict[str, Any]:
 
 def trains_at_stage_3(cases: Sequence[dict[str, Any]], folder: str) -> list[str]:
     """The same model under FSDP2, which leaves some parameters whole, and a checkpoint of it at stage 1."""
-    torch.set_num_threads(1)
     grid, found, texts = grids.start(backend="gloo", timeout_s=30.0, shard=2), [], []
     for given in cases:
         engine = zero.initialize(model=odd(), config=copy.deepcopy(given), grid=grid)[0]
@@ -254,7 +250,6 @@ class Branches(nn.Module):
 
 def leaves_unused_alone(stage: int, is_local: bool) -> list[bool]:
     """AdamW takes no step with a parameter that no rank uses, at any stage; with one used once on one rank it does."""
-    torch.set_num_threads(1)
     grid = grids.start(backend="gloo", timeout_s=30.0, shard=2 if stage else 1)
     adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.5}}
     given = config(stage, MICROS, adam, onebit={"local_steps": {"every": 2}} if is_local else {})
@@ -271,7 +266,6 @@ def leaves_unused_alone(stage: int, is_local: bool) -> list[bool]:
 
 def unfreezes(stage: int) -> float:
     """A layer that is frozen at first, and given to the optimizer, joins with its first gradient: as in one process."""
-    torch.set_num_threads(1)
     grid, models = grids.start(backend="gloo", timeout_s=30.0, shard=2), [Branches(), Branches()]
     adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0, "eps": 1e-2}}
     for model in models:
@@ -327,7 +321,6 @@ def _choices(step: int, rank: int) -> Tensor:
 
 def several_engines() -> dict[str, Any]:
     """Actor and critic beside a reference without optimizer, at stage 3, and a frozen reward: as in one process."""
-    torch.set_num_threads(1)
     grid, found = grids.start(backend="gloo", timeout_s=30.0, shard=2), {}
     adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0, "eps": 1e-2}}
     configs = {
@@ -380,7 +373,6 @@ def several_engines() -> dict[str, Any]:
 
 def trains_with_muon(folder: str) -> None:
     """Dense Muon at every stage, on a model with matrices of odd sizes, of three dimensions and of one row."""
-    torch.set_num_threads(1)
     grid, found = grids.start(backend="gloo", timeout_s=30.0, shard=2), {}
     muon = {"type": "Muon", "params": {"lr": 0.01, "muon_lr": 0.05, "head": "head", "weight_decay": 0.1}}
     for stage in range(1, 4):

@@ -91,7 +91,6 @@ def whole_parameters(engine: zero.Engine) -> dict[str, Tensor]:
 
 def trains(folder: str, cases: Sequence[dict]) -> None:
     """Each case: losses, and the parameters of this rank's stages at the end, to folder/CASE.RANK."""
-    torch.set_num_threads(1)
     world = init("gloo", levels=1)
     made = Grids()
     for k, case in enumerate(cases):
@@ -116,7 +115,6 @@ def trains(folder: str, cases: Sequence[dict]) -> None:
 
 def continues(folder: str, case: dict, first: int, last: int, save_at: int | None = None) -> dict:
     """Train steps first to last - 1 of a case, from the folder's checkpoint where first > 0, and save after one."""
-    torch.set_num_threads(1)
     world = init("gloo", levels=1)
     grid = Grids().of(case)
     engine = start(case, grid)
@@ -159,7 +157,6 @@ def message(call: object) -> str:
 
 def behaves(folder: str) -> dict:
     """What a pipeline says to inputs that are not as they were, and what it does not take."""
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     made, facts = Grids(), {}
     case = {"optimizer": "OneBitAdam", "pipe": 2}
@@ -232,7 +229,6 @@ def reads_on_after_loading(folder: str, case: Mapping, grid: grids.Grid) -> bool
 
 def moves(folder: str, optimizers: Sequence[str]) -> dict:
     """Each optimizer from two stages of several chunks to none and back: the losses, and those of staying."""
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     made, facts = Grids(), {}
     layouts = [{"pipe": 2, "pipeline": {"schedule": "interleaved"}}, {"pipe": 1}]
@@ -294,7 +290,6 @@ def tuple_batches(count: int) -> list[tuple]:
 
 def takes_tuples() -> dict:
     """Layers, inputs and labels that are tuples, on 1, 2 and 4 stages, and all that eval_batch() gives."""
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     made, facts, data = Grids(), {}, tuple_batches(4)
 
@@ -362,7 +357,6 @@ def as_lists(x: object) -> object:
 
 
 def untrained_stage() -> str:
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     grid = grids.start(pipe=2, shard=1)
     layers = [nn.ReLU(), zero.LayerSpec(nn.Linear, 2, 2)]
@@ -379,7 +373,6 @@ def untrained_stage() -> str:
 
 def loses_a_stage(dies: int) -> dict:
     """Rank `dies` ends in the middle of a step. What the others say, and how long it took them."""
-    torch.set_num_threads(1)
     world = init("gloo", timeout_s=10.0, levels=1)
     grid = grids.start(pipe=4, shard=1, timeout_s=10.0)
 

@@ -30,7 +30,6 @@ SAMPLES = 32  # of a step, whatever the layout
 
 def runs(folder: str, cases: Sequence[dict]) -> list[dict]:
     """Case after case: load where it says so, look, train, save, look. A shards of 0: of as many ranks as there are."""
-    torch.set_num_threads(1)
     transport = init("gloo", levels=1)
     made: dict[int, grids.Grid] = {}
     facts = []

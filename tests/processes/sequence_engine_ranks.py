@@ -66,7 +66,6 @@ def train(engine: zero.DeepSpeedEngine, steps: int) -> list[float]:
 
 def two_by_two(folder: str) -> None:
     """Write what this rank finds to a file."""
-    torch.set_num_threads(1)
     world = init("gloo", levels=1)
     facts: dict[str, Any] = {}
     for case in CASES:

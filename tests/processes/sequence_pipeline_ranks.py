@@ -125,7 +125,6 @@ def train(engine: Any, steps: int) -> list[float]:
 
 def two_stages(folder: str) -> None:
     """Write what this rank finds to a file."""
-    torch.set_num_threads(1)
     world = init("gloo", levels=1)
     facts: dict[str, Any] = {}
     for case in CASES:

@@ -37,7 +37,6 @@ def trains_long_sequences(folder: str) -> None:
 
     Weights after some steps, in files.
     """
-    torch.set_num_threads(1)
     grid, found = grids.start(backend="gloo", timeout_s=30.0), {}
     for kind, stage in KINDS.items():
         model = zero.sequence_parallel(decoder(in_windows=kind == "windows"), grid.world)

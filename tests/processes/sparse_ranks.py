@@ -42,7 +42,6 @@ def windows(step: int) -> Tensor:
 def run() -> dict[str, tuple[list[float], int]]:
     """Losses of each layout, and how many modules attend sparsely on this rank."""
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
     found, opened = {}, []
     for name, (stage, sizes) in LAYOUTS.items():
         grid = grids.start(**sizes)

@@ -76,7 +76,6 @@ def over_processes() -> list[str]:
 
     In two levels without clipping, so that buckets leave during backward; and delayed.
     """
-    torch.set_num_threads(1)
     transport = init(levels=2)
     assert isinstance(transport, HierarchicalTransport)
     three = transport_ranks.of_first(3)

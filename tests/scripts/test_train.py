@@ -98,13 +98,8 @@ def corpus() -> Corpus:
 
 
 @pytest.fixture(autouse=True)
-def quick_ranks(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Read the text once for all ranks and tests, and let the ranks not fight for cores."""
+def text_is_read_once(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.run.read_corpus", lambda: corpus)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---------------------------------------------------------------- resuming

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 
 from onebit.comm import init
 from onebit.comm.messages import gather_bytes
@@ -23,7 +22,6 @@ def runs(corpus: str, arguments: Sequence[list[str]], step: int | None = None) -
 
     step: what is to be resumed is resumed from there, whatever came behind it.
     """
-    torch.set_num_threads(1)
     text = pickle.loads(Path(corpus).read_bytes())
     train_run.read_corpus = lambda: text
     transport, ends = init("gloo", levels=1), []

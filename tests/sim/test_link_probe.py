@@ -147,7 +147,6 @@ def test_a_bad_option_is_refused() -> None:
 
 def decide() -> list[bool]:
     """One rank over Gloo: what it decides with nothing to compute, and with more than any exchange takes."""
-    torch.set_num_threads(1)
     decisions = []
     transport = onebit.comm.init()
     for compute_s in (0.0, 3600.0 if transport.rank else 0.0):

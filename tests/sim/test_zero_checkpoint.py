@@ -206,7 +206,6 @@ def test_kill_9_during_a_checkpoint_loses_nothing_that_was_saved(tmp_path: Path)
 
 def rank_of_many(folder: str) -> dict[str, object]:
     """Save sharded over all ranks, in the background too; load sharded and whole; fail and refuse together."""
-    torch.set_num_threads(1)
     transport, place = init("gloo", levels=1), Path(folder)
     checkpoints, facts = Checkpoints(place, transport), {}
     torch.manual_seed(1)

@@ -114,7 +114,6 @@ def train(engine: zero.Engine, steps: int) -> list[dict]:
 
 def writes(folder: str, cases: list) -> list:
     """Six steps in one go, and the same with a checkpoint behind the third, which is within an epoch."""
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     facts = []
     np.save(Path(folder) / "order.npy", np.arange(SAMPLES)) if torch.distributed.get_rank() == 0 else None
@@ -149,7 +148,6 @@ def writes(folder: str, cases: list) -> list:
 
 def reads(folder: str, cases: list) -> list:
     """The rest of those runs, in a smaller world."""
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     facts = []
     for k, (optimizer, stage, shards) in enumerate(cases):
@@ -187,7 +185,6 @@ def micro_batch(step: int, micro: int) -> tuple[Tensor, Tensor]:
 
 def layouts() -> dict:
     """Stages and tensor slices against the same model on one rank, without an engine."""
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     facts: dict = {}
     for interval in (0, 1):
@@ -264,7 +261,6 @@ class Told(Net):
 
 def others(folder: str) -> dict:
     """The older curriculum, batches by tokens, rates by tokens; two ranks."""
-    torch.set_num_threads(1)
     init("gloo", levels=1)
     grid, facts = grids.start(shard=1), {}
 
@@ -348,7 +344,6 @@ def train_short(engine: zero.Engine, steps: int) -> list[dict]:
 
 def examples(folder: str) -> dict:
     """The losses of both examples of Hugging Face's models: of a whole run, and of one in two parts."""
-    torch.set_num_threads(1)
     sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "examples" / "deepspeed"))
     import bert_data
     import gpt2_data

@@ -94,12 +94,7 @@ def batches(count: int = STEPS, rows: int = ROWS) -> Iterator[dict[str, Tensor]]
 
 def alone(name: str, optimizer: str, micro_batches: int = 1) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of one process: a step's micro-batches are one batch."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return run_ranks(1, lambda transport: _train(name, optimizer, micro_batches, transport))[0]
-    finally:
-        torch.set_num_threads(threads)
+    return run_ranks(1, lambda transport: _train(name, optimizer, micro_batches, transport))[0]
 
 
 def _train(name: str, optimizer: str, micro_batches: int, transport: object) -> tuple[list[float], dict[str, Tensor]]:

@@ -2,8 +2,8 @@
 
 `run_torchrun(4, target)` and `run_mpi(4, target)` run `target` on every rank and return an `Ended`. A target is a
 module-level function of a file in tests/ (its arguments and its return value go through JSON) or the path of a script
-(its arguments are strings). Every run has a hard timeout, after which nothing of it is left alive. `start` is for
-processes that a test kills, stops or talks to.
+(its arguments are strings). Ranks have one thread each, by their environment. Every run has a hard timeout, after which
+nothing of it is left alive. `start` is for processes that a test kills, stops or talks to.
 """
 
 from __future__ import annotations

@@ -436,7 +436,6 @@ def _on_mpi(comm: object, timeout_s: float = 20.0, **options: int) -> Transport:
 
 def short_life(makes_group: bool, closes: bool) -> list[str]:
     """A script of a few steps; then the threads of Gloo that live on once its process group has been destroyed."""
-    torch.set_num_threads(1)
     if makes_group:
         dist.init_process_group("gloo")
     net = torch.nn.Linear(16, 16)
