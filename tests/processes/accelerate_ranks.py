@@ -6,7 +6,7 @@ import copy
 import hashlib
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import accelerate
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
+from errors import error_of
 from example_ranks import run_example
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -382,16 +383,15 @@ def cases(folder: str) -> dict:
         Accelerator(cpu=True)  # accelerate starts the group
     options = ("--steps", "40", "--warmup", "10")
     said["example"] = run_example("accelerate_loop", Path(folder) / "example", *options, around=fresh_state)
-    for name, right in RIGHT.items():
+    return said | outcomes(Path(folder), RIGHT, WRONG)
+
+
+def outcomes(folder: Path, right: Mapping[str, Callable[[Path], object]], wrong: Mapping[str, Callable]) -> dict:
+    """Each case as at the start of a program: what it found, or its error."""
+    said: dict[str, object] = {}
+    for name, case in (*right.items(), *wrong.items()):
         with fresh_state():
-            said[name] = right(Path(folder))
-    for name, wrong in WRONG.items():
-        with fresh_state():
-            try:
-                wrong(Path(folder))
-                said[name] = ""
-            except Exception as error:
-                said[name] = f"{type(error).__name__}: {error}"
+            said[name] = error_of(Exception, case, folder) if name in wrong else case(folder)
     return said
 
 
@@ -408,8 +408,4 @@ def without_cpu(folder: str) -> str:
     """What a GPU machine's script says on one without: accelerate knows of one process."""
     with fresh_state():
         accelerator, model = Accelerator(), net()
-        try:
-            accelerator.prepare(model, optimizer_of(model))
-        except ValueError as error:
-            return str(error)
-    return ""
+        return error_of(ValueError, accelerator.prepare, model, optimizer_of(model))

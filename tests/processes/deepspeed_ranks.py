@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from engine_ranks import bits, net
+from errors import error_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -64,12 +65,7 @@ def step(engine: deepspeed.DeepSpeedEngine, k: int) -> None:
     engine.step()
 
 
-def refusal(act: object, *args: object, **named: object) -> str:
-    try:
-        act(*args, **named)
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+REFUSALS = RuntimeError, ValueError, KeyError, TypeError
 
 
 def whole_parameters() -> dict[str, dict[str, object]]:
@@ -90,12 +86,12 @@ def whole_parameters() -> dict[str, dict[str, object]]:
         }
         own["none behind step"] = ask.safe_get_full_grad(p) is None
         if form == "inter_node":
-            own["refused"] = [refusal(ask.safe_get_full_fp32_param, p),
-                              refusal(ask.safe_get_full_optimizer_state, p, "exp_avg")]  # fmt: skip
+            own["refused"] = [error_of(REFUSALS, ask.safe_get_full_fp32_param, p),
+                              error_of(REFUSALS, ask.safe_get_full_optimizer_state, p, "exp_avg")]  # fmt: skip
         else:
             moment = ask.safe_get_full_optimizer_state(p, "exp_avg")
             own["moment"] = float((moment - 0.1 * oracle).norm() / (0.1 * oracle).norm())
-            own["unknown"] = refusal(ask.safe_get_full_optimizer_state, p, "xyzzy")
+            own["unknown"] = error_of(REFUSALS, ask.safe_get_full_optimizer_state, p, "xyzzy")
             full = ask.safe_get_full_fp32_param(p)
             own["whole"] = torch.equal(full, engine.module_state_dict()[name]) and full.dtype == torch.float32
             own["moved"] = 0 < float((full - plain.layers[0].weight).abs().max()) < 0.03
@@ -123,7 +119,7 @@ def modified(engine: deepspeed.DeepSpeedEngine, p: nn.Parameter, name: str) -> d
     return {
         "gathered": is_whole and engine.module.layers[0].weight is p and torch.equal(after[name], expected) and others,
         "set": bool((engine.module_state_dict()[name] == 0.5).all()),
-        "shape": refusal(deepspeed.utils.safe_set_full_fp32_param, p, torch.zeros(3)),
+        "shape": error_of(REFUSALS, deepspeed.utils.safe_set_full_fp32_param, p, torch.zeros(3)),
     }
 
 
@@ -248,9 +244,11 @@ def checkpoints() -> dict[str, object]:
         counts = [again.global_steps, again.micro_steps, again.global_samples, again.scheduler.last_epoch]
         facts[f"load {tag}"] = [Path(str(folder)).parent.name, state, counts, bits(again) == kept[tag or "b"]]
     facts["folders"] = sorted(os.listdir("tags")) + sorted(os.listdir("tags/b"))
-    facts["absent"] = refusal(again.load_checkpoint, "tags", "d")
-    facts["bad"] = [refusal(again.save_checkpoint, "tags", tag) for tag in ("x/y", "step_00000001", "latest", "..")]
-    facts["apart"] = refusal(again.save_checkpoint, "tags", f"rank {again.global_rank}")
+    facts["absent"] = error_of(REFUSALS, again.load_checkpoint, "tags", "d")
+    facts["bad"] = [
+        error_of(REFUSALS, again.save_checkpoint, "tags", tag) for tag in ("x/y", "step_00000001", "latest", "..")
+    ]
+    facts["apart"] = error_of(REFUSALS, again.save_checkpoint, "tags", f"rank {again.global_rank}")
     facts["empty"] = list(again.load_checkpoint("nothing here"))
     again.save_checkpoint("only", "best", save_latest=False)
     facts["no latest"] = [list(again.load_checkpoint("only")), again.load_checkpoint("only", "best")[1]]
@@ -286,20 +284,20 @@ def checkpoints() -> dict[str, object]:
     back.load_checkpoint("frozen")
     theirs, ours = frozen.module_state_dict(), back.module_state_dict()
     facts["frozen"] = [name for name in theirs if not torch.equal(theirs[name], ours[name])]
-    facts["not frozen"] = refusal(begin("dense, stage 3").load_checkpoint, "frozen")
+    facts["not frozen"] = error_of(REFUSALS, begin("dense, stage 3").load_checkpoint, "frozen")
     longer = net()
     longer.more = nn.Linear(2, 2)
     wider = begin("dense, stage 3", longer)
     facts["strict"] = [
-        refusal(wider.load_checkpoint, "tags", "c", load_module_only=True),
-        refusal(wider.load_checkpoint, "tags", "c", False),
-        refusal(wider.load_checkpoint, "tags", "c", False, load_module_only=True),
+        error_of(REFUSALS, wider.load_checkpoint, "tags", "c", load_module_only=True),
+        error_of(REFUSALS, wider.load_checkpoint, "tags", "c", False),
+        error_of(REFUSALS, wider.load_checkpoint, "tags", "c", False, load_module_only=True),
     ]
     loaded = wider.module_state_dict()
     facts["not strict"] = all(torch.equal(loaded[name], x) for name, x in again.module_state_dict().items())
     again.load_module_state_dict({"module": theirs})
     facts["module"] = all(torch.equal(again.module_state_dict()[name], theirs[name]) for name in theirs)
-    facts["named otherwise"] = refusal(again.save_16bit_model, "tags", "pytorch_model.bin")
+    facts["named otherwise"] = error_of(REFUSALS, again.save_16bit_model, "tags", "pytorch_model.bin")
     return facts
 
 
@@ -343,9 +341,9 @@ def steps() -> dict[str, object]:
         applied.append(engine.was_step_applied())
     within = begin("dense, stage 0", sums=2)
     step(within, 0)
-    facts["within"] = refusal(within.set_train_batch_size, 8)
+    facts["within"] = error_of(REFUSALS, within.set_train_batch_size, 8)
     engine.set_train_batch_size(32)
-    facts["bad size"] = refusal(engine.set_train_batch_size, 12)
+    facts["bad size"] = error_of(REFUSALS, engine.set_train_batch_size, 12)
     for k in range(4, 8):
         step(engine, k)
         applied.append(engine.was_step_applied())
@@ -355,7 +353,7 @@ def steps() -> dict[str, object]:
         if k % 2 == 0:
             with plain.no_sync():
                 plain.backward(loss_of(plain, plain.global_rank, k), scale_wrt_gas=False)
-                facts["paused"] = refusal(plain.step)
+                facts["paused"] = error_of(REFUSALS, plain.step)
         else:
             plain.set_gradient_accumulation_boundary(k == 3)
             plain.backward(loss_of(plain, plain.global_rank, k), scale_wrt_gas=False)
@@ -401,10 +399,10 @@ def steps() -> dict[str, object]:
         shown.append([overflow.optimizer.overflow, overflow.optimizer.cur_scale, overflow.get_lr()])
     overflow.optimizer.set_lr(0.25)
     facts["shown"] = [*shown, overflow.get_lr()]
-    facts["by loss.backward()"] = refusal(engine.step)
+    facts["by loss.backward()"] = error_of(REFUSALS, engine.step)
     engine.zero_grad()
-    facts["no loss"] = [refusal(engine.backward, torch.zeros(3)), refusal(engine.backward, 1.0),
-                        refusal(engine.backward, torch.zeros(()), allreduce_gradients=False)]  # fmt: skip
+    facts["no loss"] = [error_of(REFUSALS, engine.backward, torch.zeros(3)), error_of(REFUSALS, engine.backward, 1.0),
+                        error_of(REFUSALS, engine.backward, torch.zeros(()), allreduce_gradients=False)]  # fmt: skip
     never = begin("dense, stage 0", sums=2)
     facts["never stepped"] = warned(
         lambda: [
@@ -414,7 +412,7 @@ def steps() -> dict[str, object]:
     facts["ranks"] = [
         never.global_rank, never.local_rank, never.world_size, never.dp_world_size, never.mp_world_size,
         never.get_data_parallel_rank(), never.data_parallel_group.size(), str(never.device), never.dist_backend,
-        never.to("cpu") is never, refusal(never.to, "cuda"), never.loss_scale(), never.get_mom(),
+        never.to("cpu") is never, error_of(REFUSALS, never.to, "cuda"), never.loss_scale(), never.get_mom(),
     ]  # fmt: skip
     return facts
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from errors import error_of
 from example_ranks import run_example
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -49,21 +50,13 @@ def over_a_grid() -> str:
     return train(model, grid.world.rank, transport=grid.transport, model_parallel_group=grid.model_parallel_group)
 
 
-def error_of(mesh: DeviceMesh, over: DeviceMesh) -> str:
-    try:
-        by_hand(mesh, over)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def everything(folder: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     found: dict[str, Any] = {
         "by hand": by_hand(mesh, mesh["shard"]),
         "over a grid": over_a_grid(),
-        "all of the mesh": error_of(mesh, mesh),
-        "one axis": error_of(mesh["shard"], mesh["shard"]),
+        "all of the mesh": error_of(ValueError, by_hand, mesh, mesh),
+        "one axis": error_of(ValueError, by_hand, mesh["shard"], mesh["shard"]),
     }
     for name in ("fsdp2", "titan_loop"):
         (Path(folder) / name).mkdir(exist_ok=True)

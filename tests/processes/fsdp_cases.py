@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import torch
+from grid_cases import whole as flat
 from muon_of import muon_of
 from torch import Tensor, nn
 
@@ -105,12 +106,6 @@ def _sum(tensors: list[Tensor]) -> Tensor:
     for tensor in tensors[1:]:
         total += tensor
     return total
-
-
-def flat(net: nn.Module) -> Tensor:
-    """All parameters, whole."""
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
-    return torch.cat([p.detach().reshape(-1) for p in whole])
 
 
 def twin(

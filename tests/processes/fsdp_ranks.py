@@ -7,22 +7,22 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import grid_cases
 import torch
 import torch._dynamo  # fully_shard imports it: 2 s, once in the process that forks instead of once in each rank
+from errors import error_of
 from fsdp_cases import (
     COMMON,
     FAMILY,
     FREEZE,
     STEPS,
     aligned_net,
-    flat,
     loss_of,
     make,
     note,
     odd_net,
 )
-from grid_cases import Case
+from grid_cases import Cases
+from grid_cases import whole as flat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,16 +36,11 @@ from onebit.optimizer import CompressedOptimizer
 from onebit.zero.grid import Grid
 from onebit.zero.parallel import fsdp
 
-CASES: dict[str, Case] = {}
-
-
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
+CASES = case = Cases()
 
 
 def run_cases(folder: str, names_by_shards: list[tuple[int, list[str]]]) -> None:
-    grid_cases.run(CASES, folder, names_by_shards)
+    CASES.run(folder, names_by_shards)
 
 
 def sharded(here: Grid, net: nn.Module, stage: int, **options: object) -> nn.Module:
@@ -285,12 +280,12 @@ def errors_are_everybodys(here: Grid) -> dict[str, str]:
     out = {}
     net = sharded(here, odd_net(), 2)
     options = {"error_dtype": torch.bfloat16} if last else {}
-    out["options"] = message(
+    out["options"] = error_of(
         ValueError,
         lambda: make_here(here, "OnebitAdam", net, **options),
     )
     options = {"variance_floor": 0.02} if here.coordinates["shard"] else {}
-    out["shards"] = message(
+    out["shards"] = error_of(
         ValueError,
         lambda: make_here(here, "OnebitAdam", net, **options),
     )
@@ -299,7 +294,7 @@ def errors_are_everybodys(here: Grid) -> dict[str, str]:
     if last:
         with torch.no_grad():
             next(local(p) for p in net.parameters() if local(p).numel() > 1).view(-1)[0] += 1.0
-    out["replicas"] = message(ReplicaError, optimizer.check_replicas)
+    out["replicas"] = error_of(ReplicaError, optimizer.check_replicas)
     return out
 
 
@@ -310,24 +305,16 @@ def shards_that_do_not_fit_are_refused(here: Grid) -> dict[str, str]:
     other = copy.deepcopy(states.state_dict())
     other["onebit"]["shard"] = 1 - other["onebit"]["shard"]
     return {
-        "no shards": message(ValueError, lambda: make("OnebitAdam", net, here.transport)),
-        "dense": message(ValueError, lambda: onebit.Lamb(net.parameters())),
-        "plain": message(
+        "no shards": error_of(ValueError, lambda: make("OnebitAdam", net, here.transport)),
+        "dense": error_of(ValueError, lambda: onebit.Lamb(net.parameters())),
+        "plain": error_of(
             ValueError,
             lambda: make_here(here, "OnebitAdam", plain),
         ),
-        "another's": message(ValueError, lambda: states.load_state_dict(other)),
-        "stage": message(ValueError, lambda: fsdp.shard(odd_net(), here, 0)),
-        "not sharded": message(TypeError, lambda: fsdp.begin_micro_batch(odd_net(), 1, is_last=True)),
+        "another's": error_of(ValueError, lambda: states.load_state_dict(other)),
+        "stage": error_of(ValueError, lambda: fsdp.shard(odd_net(), here, 0)),
+        "not sharded": error_of(TypeError, lambda: fsdp.begin_micro_batch(odd_net(), 1, is_last=True)),
     }
-
-
-def message(kind: type[Exception], action: Callable[[], object]) -> str:
-    try:
-        action()
-    except kind as error:
-        return str(error)
-    return "nothing was raised"
 
 
 # -------------------------------------------------------------------------------- ranks that use different parts
@@ -452,7 +439,7 @@ def blocks_of_other_ranks_at_stage_3(here: Grid) -> dict[str, str]:
     net = sharded(here, Choosing(), 3)
     rank = here.world.rank
     return {
-        "runs": message(DesyncError, lambda: choosing_loss(net, 0, rank, [([0, 1] if rank else [0, 2], 0)]).backward())
+        "runs": error_of(DesyncError, lambda: choosing_loss(net, 0, rank, [([0, 1] if rank else [0, 2], 0)]).backward())
     }
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from ranks import Ended, run_torchrun
+from torch import Tensor, nn
 
 from onebit.zero import grid
 from onebit.zero.grid import Grid
@@ -23,23 +24,32 @@ from onebit.zero.grid import Grid
 Case = Callable[[Grid], object]
 
 
-def run(
-    cases: Mapping[str, Case],
-    folder: str,
-    names_by_shards: list[tuple[int, list[str]]],
-    tensor: int = 1,
-    timeout_s: float = 30.0,
-) -> None:
-    """Cases over grids of so many shards and tensor ranks; results go to the folder, for each case and rank."""
-    logging.disable(logging.WARNING)
-    grids = []
-    for shards, names in names_by_shards:
-        here = grid.start(shard=shards, tensor=tensor, timeout_s=timeout_s)
-        grids.append(here)
-        for name in names:
-            torch.save(cases[name](here), Path(folder) / f"{shards}.{name}.{here.world.rank}")
-    for here in reversed(grids):
-        here.close()
+class Cases(dict[str, Case]):
+    """By name. As a decorator: adds a function by its own."""
+
+    def __call__(self, function: Case) -> Case:
+        self[function.__name__] = function
+        return function
+
+    def run(
+        self, folder: str, names_by_shards: list[tuple[int, list[str]]], tensor: int = 1, timeout_s: float = 30.0
+    ) -> None:
+        """Some over grids of so many shards and tensor ranks; results go to the folder, for each case and rank."""
+        logging.disable(logging.WARNING)
+        grids = []
+        for shards, names in names_by_shards:
+            here = grid.start(shard=shards, tensor=tensor, timeout_s=timeout_s)
+            grids.append(here)
+            for name in names:
+                torch.save(self[name](here), Path(folder) / f"{shards}.{name}.{here.world.rank}")
+        for here in reversed(grids):
+            here.close()
+
+
+def whole(net: nn.Module) -> Tensor:
+    """All parameters, gathered from their shards and parts."""
+    params = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
+    return torch.cat([p.detach().reshape(-1) for p in params])
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from errors import error_of
 from example_ranks import run_example
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -237,11 +238,7 @@ def errors(path: str) -> dict[str, str]:
     }
     found = {}
     for name, case in cases.items():
-        try:
-            case()
-            found[name] = ""
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        found[name] = error_of(Exception, case)
         if name not in ("DDP's argument", "ranks missing"):
             dist.barrier()
     return found

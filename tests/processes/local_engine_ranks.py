@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch._dynamo  # fully_shard imports it: 2 s, once in the process that forks instead of once in each rank
 from engine_ranks import config_of, dataset, net, train
+from family import same
 from tensor_cases import SIZE, gpt, next_byte_loss, windows
 from torch import Tensor, nn
 
@@ -64,11 +65,6 @@ def agreed(engine: zero.Engine) -> tuple[list[float], float]:
     owed = torch.tensor([errors / optimizer.transport.world_size + servers], dtype=torch.float64)
     engine.grid.transport.all_reduce(owed).wait()
     return torch.cat(anchors).tolist(), float(owed)
-
-
-def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    """To the bit."""
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def by_hand() -> dict[str, bool]:

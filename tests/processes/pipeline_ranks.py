@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pipeline_model
 import torch
+from errors import error_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -147,14 +148,6 @@ def digest(params: Mapping[str, Tensor]) -> bytes:
     return hashlib.sha256(joined).digest()
 
 
-def message(call: object) -> str:
-    try:
-        call()  # type: ignore[operator]
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def behaves(folder: str) -> dict:
     """What a pipeline says to inputs that are not as they were, and what it does not take."""
     init("gloo", levels=1)
@@ -173,11 +166,11 @@ def behaves(folder: str) -> dict:
     facts["stays in evaluation"] = not engine.module.training
     facts["it learns"] = float(engine.eval_batch(iter(few))) < float(first)
     facts["another shape"] = float(engine.train_batch(iter(many))) > 0
-    facts["unequal"] = message(lambda: engine.train_batch(iter([few[0], many[0]])))
-    facts["too few"] = message(lambda: engine.train_batch(iter(few[:1])))
-    facts["forward"] = message(lambda: engine(few[0][0]))
-    facts["step"] = message(engine.step)
-    facts["no data"] = message(engine.train_batch)
+    facts["unequal"] = error_of(Exception, lambda: engine.train_batch(iter([few[0], many[0]])))
+    facts["too few"] = error_of(Exception, lambda: engine.train_batch(iter(few[:1])))
+    facts["forward"] = error_of(Exception, lambda: engine(few[0][0]))
+    facts["step"] = error_of(Exception, engine.step)
+    facts["no data"] = error_of(Exception, engine.train_batch)
     bad = [(torch.full_like(x, pipeline_model.VOCABULARY - 1), y) for x, y in few]
     facts["after errors"] = float(engine.train_batch(iter(bad))) > 0
     factor = float("nan") if grid.world.rank == 3 else 1.0
@@ -187,11 +180,13 @@ def behaves(folder: str) -> dict:
     damage.remove()
     facts["one rank's nan is skipped by all"] = engine.skipped_steps - before
     for name in ("OneBitAdam", "AdamW"):
-        facts[f"{name} on shards at stage 0"] = message(lambda n=name: start({"optimizer": n}, made.of({"shard": 2})))
+        facts[f"{name} on shards at stage 0"] = error_of(
+            Exception, lambda n=name: start({"optimizer": n}, made.of({"shard": 2}))
+        )
     timed = case | {"pipeline": {"partition": "time"}}
     by_time = start(timed | {"model": {"example": few[0][0]}}, grid)
-    facts["an example that does not fit"] = message(
-        lambda: start(timed | {"model": {"example": torch.ones(2, 2)}}, grid)
+    facts["an example that does not fit"] = error_of(
+        Exception, lambda: start(timed | {"model": {"example": torch.ones(2, 2)}}, grid)
     )
     facts["cut by time it evaluates"] = abs(float(by_time.eval_batch(iter(few))) - float(first)) < 1e-5
     facts["the loader goes on where the checkpoint was"] = reads_on_after_loading(folder, case, grid)
@@ -319,13 +314,13 @@ def takes_tuples() -> dict:
         found: dict = {"is last": engine.is_last_stage(), "mpu": placed(engine)}
         for key, options in EVALUATIONS.items():
             found[key] = as_lists(engine.eval_batch(iter(data), **options))
-        found["refused"] = message(lambda e=engine: e.eval_batch(iter(data), reduce_output=None))
-        found["unread"] = message(engine.train_batch)
+        found["refused"] = error_of(Exception, lambda e=engine: e.eval_batch(iter(data), reduce_output=None))
+        found["unread"] = error_of(Exception, engine.train_batch)
         engine.set_dataloader(data)
         found["losses"] = [float(engine.train_batch()) for _ in range(2)]
         engine.set_dataiterator(iter(data))
         found["losses"].append(float(engine.train_batch()))
-        found["at the end"] = message(engine.train_batch)
+        found["at the end"] = error_of(Exception, engine.train_batch)
         facts[name] = found
     made.close()
     return facts
@@ -362,13 +357,9 @@ def untrained_stage() -> str:
     layers = [nn.ReLU(), zero.LayerSpec(nn.Linear, 2, 2)]
     model = zero.PipelineModule(layers, loss_fn=nn.functional.mse_loss, partition_method="uniform")
     config = {"train_batch_size": 4, "gradient_accumulation_steps": 2, "optimizer": {"type": "OneBitAdam"}}
-    try:
-        zero.initialize(model=model, config=config, grid=grid)
-    except ValueError as error:
-        return str(error)
-    finally:
-        grid.close()
-    return ""
+    said = error_of(ValueError, zero.initialize, model=model, config=config, grid=grid)
+    grid.close()
+    return said
 
 
 def loses_a_stage(dies: int) -> dict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from errors import error_of
 from sequence_ranks import decoder
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -104,11 +105,7 @@ def refused() -> dict[str, str]:
     words: dict[str, str] = {}
 
     def note(name: str, act: Any) -> None:
-        try:
-            act()
-            words[name] = "nothing"
-        except (ValueError, RuntimeError) as error:
-            words[name] = str(error)
+        words[name] = error_of((ValueError, RuntimeError), act)
 
     def local(ours: dict[str, Any], optimizer: dict[str, Any]) -> Any:
         config = config_of("stage 0", 2) | {"onebit": ours, "optimizer": optimizer}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from errors import error_of
 from pipeline_model import CONTEXT, VOCABULARY, WIDTH, Block, Positions
 from sequence_ranks import decoder
 from torch import Tensor, nn
@@ -150,11 +151,7 @@ def refused() -> dict[str, str]:
     words: dict[str, str] = {}
 
     def note(name: str, act: Any) -> None:
-        try:
-            act()
-            words[name] = "nothing"
-        except ValueError as error:
-            words[name] = str(error)
+        words[name] = error_of(ValueError, act)
 
     note("no layer", lambda: start("layers", model=layers(Block)))
     engine = start("layers")

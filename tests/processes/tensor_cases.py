@@ -8,6 +8,7 @@ from pathlib import Path
 
 import fsdp_cases
 import torch
+from grid_cases import whole as flat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -75,12 +76,6 @@ def windows(step: int, source: int, micro: int = 0) -> Tensor:
     """What a data-parallel rank reads."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * source + micro)
     return torch.randint(256, (BATCH, SIZE.context + 1), generator=generator)
-
-
-def flat(net: nn.Module) -> Tensor:
-    """All parameters, whole."""
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
-    return torch.cat([p.detach().reshape(-1) for p in whole])
 
 
 def note(out: dict[str, list], net: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
-import grid_cases
 import torch
 import torch._dynamo  # fully_shard imports it: once in the process that forks instead of once in each rank
 import torch.distributed.checkpoint as dcp
-from grid_cases import Case
-from tensor_cases import OPTIMIZERS, SIZE, STEPS, config_of, flat, gpt, next_byte_loss, note, record, windows
+from errors import error_of
+from grid_cases import Cases
+from grid_cases import whole as flat
+from tensor_cases import OPTIMIZERS, SIZE, STEPS, config_of, gpt, next_byte_loss, note, record, windows
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import Replicate, Shard
@@ -27,16 +27,11 @@ from onebit.zero.parallel import tensor
 
 from train.layouts import tensor_plan  # isort: skip  (scripts/ is on the path since tensor_cases)
 
-CASES: dict[str, Case] = {}
-
-
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
+CASES = case = Cases()
 
 
 def run_cases(folder: str, names_by_shards: list[tuple[int, list[str]]]) -> None:
-    grid_cases.run(CASES, folder, names_by_shards, tensor=2, timeout_s=60.0)
+    CASES.run(folder, names_by_shards, tensor=2, timeout_s=60.0)
 
 
 def start(here: Grid, config: dict, net: nn.Module | None = None, **options: object) -> zero.Engine:
@@ -143,7 +138,7 @@ def what_tensor_ranks_hold_alike_is_voted_on(here: Grid) -> str:
     if here.coordinates["tensor"] == 1:
         with torch.no_grad():
             engine.module.norm.weight[3] += 1.0
-    return message(ReplicaError, engine.optimizer.check_replicas)
+    return error_of(ReplicaError, engine.optimizer.check_replicas)
 
 
 @case
@@ -158,21 +153,13 @@ def refused(here: Grid) -> dict[str, str]:
     net = gpt()
     tensor.parallelize(net, here, plan)
     return {
-        "no plan": message(ValueError, lambda: initialize(tensor_plan=None)),
-        "another grid": message(ValueError, lambda: initialize(other, tensor_plan=plan)),
-        "inter_node": message(ValueError, lambda: initialize(config_of("OnebitAdam", 1), tensor_plan=plan)),
-        "twice": message(ValueError, lambda: tensor.parallelize(net, here, plan)),
-        "odd length": message(ValueError, lambda: net(torch.zeros(1, 15, dtype=torch.long))),
-        "heads": message(ValueError, lambda: tensor_plan(SIZE.heads, 3)),
+        "no plan": error_of(ValueError, lambda: initialize(tensor_plan=None)),
+        "another grid": error_of(ValueError, lambda: initialize(other, tensor_plan=plan)),
+        "inter_node": error_of(ValueError, lambda: initialize(config_of("OnebitAdam", 1), tensor_plan=plan)),
+        "twice": error_of(ValueError, lambda: tensor.parallelize(net, here, plan)),
+        "odd length": error_of(ValueError, lambda: net(torch.zeros(1, 15, dtype=torch.long))),
+        "heads": error_of(ValueError, lambda: tensor_plan(SIZE.heads, 3)),
     }
-
-
-def message(kind: type[Exception], action: Callable[[], object]) -> str:
-    try:
-        action()
-    except kind as error:
-        return str(error)
-    return "nothing was raised"
 
 
 # -------------------------------------------------------------------------------- data, weights, other models

@@ -32,15 +32,9 @@ STARTS = Starts(fsdp_ranks.run_cases, WORLDS, THOROUGH)
 
 @cache
 def twin_run(name: str, replicas: int, shards: int, micros: int, reduces_once: bool, *options: tuple) -> list[dict]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return run_ranks(
-            replicas,
-            lambda transport: twin(transport, name, shards, micros, reduces_once=reduces_once, **dict(options)),
-        )
-    finally:
-        torch.set_num_threads(threads)
+    return run_ranks(
+        replicas, lambda transport: twin(transport, name, shards, micros, reduces_once=reduces_once, **dict(options))
+    )
 
 
 def cases(*kinds: str) -> list:

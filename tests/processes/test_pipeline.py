@@ -361,7 +361,7 @@ def test_tuples_go_through_any_number_of_stages() -> None:
 
 def test_a_stage_with_nothing_to_train_is_named_by_all() -> None:
     said = run_torchrun(2, pipeline_ranks.untrained_stage, timeout_s=60).check().results
-    assert all(str(text).startswith("pipeline stage 0 has nothing to train") for text in said)
+    assert all(str(text).startswith("ValueError: pipeline stage 0 has nothing to train") for text in said)
 
 
 @pytest.mark.parametrize("dies", [1, 3])

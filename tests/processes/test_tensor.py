@@ -8,7 +8,8 @@ import pytest
 import tensor_ranks
 import torch
 from grid_cases import Starts
-from tensor_cases import FREEZE, SIZE, STEPS, flat, gpt, twin
+from grid_cases import whole as flat
+from tensor_cases import FREEZE, SIZE, STEPS, gpt, twin
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
@@ -58,14 +59,9 @@ STARTS = Starts(tensor_ranks.run_cases, WORLDS, THOROUGH)
 @cache
 def twin_run(name: str, replicas: int, shards: int, *blocks: str) -> list[dict]:
     given = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return run_ranks(
-            replicas, lambda transport: twin(transport, name, shards, {block: given[block] for block in blocks})
-        )
-    finally:
-        torch.set_num_threads(threads)
+    return run_ranks(
+        replicas, lambda transport: twin(transport, name, shards, {block: given[block] for block in blocks})
+    )
 
 
 def cases(*kinds: str, named: str = "") -> list:

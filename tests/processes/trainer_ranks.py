@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate_ranks import KINDS, fresh_state, sha
+from accelerate_ranks import KINDS, fresh_state, outcomes, sha
 from example_ranks import run_example
 from torch import Tensor, nn
 
@@ -348,17 +348,7 @@ def cases(folder: str) -> dict:
         arguments(Path(folder))  # Trainer starts the group
     options = ("--steps", "24", "--warmup", "8")
     said["example"] = run_example("trainer", Path(folder) / "example", *options, around=fresh_state)
-    for name, right in RIGHT.items():
-        with fresh_state():
-            said[name] = right(Path(folder))
-    for name, wrong in WRONG.items():
-        with fresh_state():
-            try:
-                wrong(Path(folder))
-                said[name] = ""
-            except Exception as error:
-                said[name] = f"{type(error).__name__}: {error}"
-    return said
+    return said | outcomes(Path(folder), RIGHT, WRONG)
 
 
 def resume_in_other_world(folder: str) -> dict:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-
 from onebit.comm import init
 from onebit.comm.messages import gather_bytes
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_inference import DECODERS, WINDOWS, gpt, model_of, needs_transformers, of_transformers, prompts, same
+from family import same
+from test_inference import DECODERS, WINDOWS, gpt, model_of, needs_transformers, of_transformers, prompts
 from torch import Tensor, nn
 
 from onebit.comm import PeerError, SimTransport

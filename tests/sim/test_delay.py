@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from errors import error_of
 from family import FREEZE, flat, fresh, loss_of, make, model, same, snapshot, train
 from test_onebit_adam import SIZES, gradient, parameters, start, trajectory_of
 from torch import Tensor, nn
@@ -553,11 +554,5 @@ def test_other_delays_and_copies_are_refused() -> None:
 
 
 def test_ranks_with_another_delay_are_refused_at_construction() -> None:
-    def ours(transport: SimTransport) -> str:
-        try:
-            fresh(transport, delay=transport.rank)
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    assert all("option delay" in said for said in run_ranks(2, ours))
+    refused = run_ranks(2, lambda transport: error_of(ValueError, fresh, transport, delay=transport.rank))
+    assert all("option delay" in said for said in refused)

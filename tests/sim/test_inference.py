@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from family import same
 from torch import Tensor, nn
 from train.model import GPT, ModelSize, build_model
 
@@ -103,10 +104,6 @@ def prompts(*lengths: int) -> list[Tensor]:
 @torch.no_grad()
 def logits_of(model: Callable[..., object], tokens: Tensor) -> Tensor:
     return outputs_of(model(tokens))
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 # ---------------------------------------------------------------- products

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from family import same
 from torch import Tensor, nn
 
 import onebit
@@ -49,10 +50,6 @@ class Run:
 
     def masters(self) -> list[Tensor]:
         return [w.clone() for bucket in self.optimizer.buckets for w in bucket.local_values]
-
-
-def same(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
-    return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.slow

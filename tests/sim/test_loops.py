@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from errors import error_of
 from family import FAMILY, flat, fresh, loss_of, make, model, train
 from torch import Tensor, nn
 
@@ -240,14 +241,8 @@ def build(name: str, net: nn.Module, transport: SimTransport, **options: object)
 def errors_of(world_size: int, work: Callable[[SimTransport], None]) -> list[str]:
     """What each rank's DesyncError or PeerError says."""
 
-    def ours(transport: SimTransport) -> str:
-        try:
-            work(transport)
-        except (onebit.DesyncError, PeerError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    return run_ranks(world_size, ours, timeout_s=20.0)
+    kinds = onebit.DesyncError, PeerError, ValueError
+    return run_ranks(world_size, lambda transport: error_of(kinds, work, transport), timeout_s=20.0)
 
 
 @pytest.mark.parametrize("option", ["lr", "betas", "weight_decay", "eps"])

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from errors import error_of
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as Cut
@@ -94,11 +95,8 @@ def test_tied_parameters_of_two_stages_count_once() -> None:
 )
 def test_what_the_ranks_do_not_hold_between_them_is_refused(way: str, tensor: int, fits: bool) -> None:
     def work(transport: SimTransport) -> str:
-        try:
-            ModelParallelGroup(transport, tensor=tensor).check_holds(held(torch.ones(4, 6), way, transport.rank), "p")
-        except ValueError as error:
-            return str(error)
-        return ""
+        group = ModelParallelGroup(transport, tensor=tensor)
+        return error_of(ValueError, group.check_holds, held(torch.ones(4, 6), way, transport.rank), "p")
 
     for said in run_ranks(SHARD * TENSOR, work):
         assert (said == "") == fits

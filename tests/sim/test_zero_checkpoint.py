@@ -9,11 +9,11 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from errors import error_of
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_torchrun
@@ -147,11 +147,7 @@ def test_ranks_may_hold_different_layers_of_one_model(tmp_path: Path) -> None:
 
     def check(transport: SimTransport, model: dict) -> str:
         names = {name for text in gather_texts(transport, "\n".join(model)) for name in text.splitlines()}
-        try:
-            _check_model(tmp_path, metadata, model, names)
-        except CheckpointError as error:
-            return str(error)
-        return ""
+        return error_of(CheckpointError, _check_model, tmp_path, metadata, model, names)
 
     assert run_ranks(2, lambda transport: check(transport, halves[transport.rank])) == ["", ""]
     found = run_ranks(2, lambda transport: check(transport, halves[0]))
@@ -216,13 +212,6 @@ def rank_of_many(folder: str) -> dict[str, object]:
     def save(step: int, *, in_background: bool = False) -> None:
         checkpoints.save(step, whole.state_dict(), {"rank": transport.rank}, in_background=in_background)
 
-    def said(work: Callable[[], object]) -> str:
-        try:
-            work()
-        except CheckpointError as error:
-            return str(error)
-        return "nothing"
-
     save(1)
     for step in (2, 3, 3):
         save(step, in_background=True)
@@ -238,10 +227,10 @@ def rank_of_many(folder: str) -> dict[str, object]:
         facts[kind] = [loaded.step, [own["rank"] for own in loaded.own], is_same]
 
     with Faults(place, at=0 if transport.rank == 1 else None, fault=errno.ENOSPC):
-        facts["full disk"] = said(lambda: save(4))
+        facts["full disk"] = error_of(CheckpointError, save, 4)
     with Faults(place, at=0 if transport.rank == 1 else None, fault=errno.ENOSPC):
         save(4, in_background=True)
-        facts["full disk in the background"] = said(checkpoints.wait)
+        facts["full disk in the background"] = error_of(CheckpointError, checkpoints.wait)
     facts["left"] = sorted(path.name for path in place.iterdir())
     damaged = place / "step_00000003" / "__1_0.distcp"
     for damage in ("flipped", "missing"):
@@ -249,7 +238,7 @@ def rank_of_many(folder: str) -> dict[str, object]:
             damaged.write_bytes(damaged.read_bytes()[:-9] + b"\xff" * 9)
         elif transport.rank == 1:
             damaged.unlink()
-        facts[damage] = said(lambda: checkpoints.load(plain.state_dict()))
+        facts[damage] = error_of(CheckpointError, checkpoints.load, plain.state_dict())
     transport.close()
     return facts
 
@@ -261,7 +250,10 @@ def test_sharded_models_load_sharded_and_whole_and_all_ranks_refuse_together(tmp
     facts = results[0]
     assert facts["plain"] == facts["sharded"] == [3, [0, 1, 2], True]
     for case in ("full disk", "full disk in the background"):
-        assert facts[case].startswith("rank 1: No space left on device: ") and "__1_0.distcp" in facts[case]
+        assert (
+            facts[case].startswith("CheckpointError: rank 1: No space left on device: ")
+            and "__1_0.distcp" in facts[case]
+        )
     assert facts["left"] == ["latest", "step_00000001", "step_00000002", "step_00000003"]
     for case in ("flipped", "missing"):
         assert "__1_0.distcp is " in facts[case] and "; step_00000002 is whole: load it with tag=" in facts[case]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from errors import error_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -75,12 +76,5 @@ CASES: dict[str, Callable[[], None]] = {
 
 def errors() -> dict[str, str]:
     """What each case ends with on this rank."""
-    found = {}
     comm.init()
-    for name, case in CASES.items():
-        try:
-            case()
-            found[name] = ""
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return {name: error_of(Exception, case) for name, case in CASES.items()}

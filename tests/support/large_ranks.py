@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from errors import error_of
+from family import same
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -110,10 +112,6 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
-
-
 def adapters_over_a_frozen_base(folder: str, rank: int, name: str, stage: int) -> Results:
     """Base in bfloat16, and in float32 with the same values."""
     found: Results = {}
@@ -127,7 +125,7 @@ def adapters_over_a_frozen_base(folder: str, rank: int, name: str, stage: int) -
         if dtype == torch.bfloat16:
             found |= {"frozen": [str(d) for d in frozen], "trained": [str(d) for d in trained]}
         engine.close()
-    found["same"] = runs[0][0] == runs[1][0] and equal(runs[0][1], runs[1][1])
+    found["same"] = runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
     return found
 
 
@@ -138,17 +136,17 @@ def of_files_as_of_memory(folder: str, rank: int, name: str, stage: int, **ours:
     files = zero.initialize(model=on_meta(), config=config, weights=f"{folder}/hf")[0]
     found: Results = {
         "form": plain.form.name,
-        "weights": equal(whole(plain.sharding.held), whole(files.sharding.held)),
+        "weights": same(whole(plain.sharding.held), whole(files.sharding.held)),
         "table": torch.equal(files.module.rotary.table, plain.module.rotary.table),
         "tied": files.module.head.weight is files.module.embed.weight,
         "losses": train(plain, range(4), rank) == train(files, range(4), rank),
-        "trained": equal(whole(plain.sharding.held), whole(files.sharding.held)),
+        "trained": same(whole(plain.sharding.held), whole(files.sharding.held)),
     }
     tag_folder = f"{folder}/own-{name}-{stage}-{len(ours)}-{init().world_size}"
     plain.save_checkpoint(tag_folder)
     plain.wait_for_checkpoint()
     own = zero.initialize(model=on_meta(), config=config, weights=tag_folder)[0]
-    found["own"] = equal(whole(plain.sharding.held), whole(own.sharding.held))
+    found["own"] = same(whole(plain.sharding.held), whole(own.sharding.held))
     for engine in (plain, files, own):
         engine.close()
     return found
@@ -162,7 +160,7 @@ def initial_values(folder: str, rank: int) -> Results:
     ]
     values = [whole(engine.sharding.held) for engine in engines]
     return {
-        "same": all(equal(values[0], other) for other in values[1:]),
+        "same": all(same(values[0], other) for other in values[1:]),
         "drawn": bool(values[0]["layers.0.base.weight"].std() > 0.01),
         "norm": bool((values[0]["norm.weight"] == 1).all()),
     }
@@ -181,7 +179,7 @@ def there_and_back(folder: str, rank: int) -> Results:
     third = zero.initialize(model=net(), config=config_of("AdamW", 0))[0]
     zero.import_weights(third.sharding.held, out, third.grid.world)
     return {
-        "same": equal(held, whole(second.sharding.held)) and equal(held, whole(third.sharding.held)),
+        "same": same(held, whole(second.sharding.held)) and same(held, whole(third.sharding.held)),
         "files": len(sizes) > 3 and max(sizes) <= max(800, held["embed.weight"].nbytes),
         "names": sorted(table) == sorted({*held, "rotary.count"}),
     }
@@ -217,13 +215,13 @@ def in_stages_and_slices(folder: str, rank: int) -> Results:
     again = zero.PipelineModule(specs, num_stages=2, loss_fn=nn.functional.mse_loss, base_seed=99)
     second = zero.initialize(model=again, config=low, weights=out)[0]
     found["stages"] = (
-        equal(whole(first.sharding.held), whole(second.sharding.held)) and len(whole(first.sharding.held)) == 2
+        same(whole(first.sharding.held), whole(second.sharding.held)) and len(whole(first.sharding.held)) == 2
     )
     plan = {"layers.*.a": ColwiseParallel(), "layers.*.b": RowwiseParallel()}
     config = config_of("AdamW", 1, tensor=2)
     plain = zero.initialize(model=net(), config=config, tensor_plan=plan)[0]
     files = zero.initialize(model=on_meta(), config=config, tensor_plan=plan, weights=f"{folder}/hf")[0]
-    found["slices"] = equal(whole(plain.sharding.held), whole(files.sharding.held))
+    found["slices"] = same(whole(plain.sharding.held), whole(files.sharding.held))
     found["losses"] = train(plain, range(2), 0) == train(files, range(2), 0)
     return found
 
@@ -233,10 +231,8 @@ def differences(folder: str, rank: int) -> Results:
     messages: Results = {}
 
     def refuse(name: str, model: nn.Module, weights: str | None, config: dict | None = None) -> None:
-        try:
-            zero.initialize(model=model, config=config or config_of("AdamW", 3), weights=weights)
-        except Exception as error:
-            messages[name] = f"{type(error).__name__}: {error}"
+        given = {"model": model, "config": config or config_of("AdamW", 3), "weights": weights}
+        messages[name] = error_of(Exception, zero.initialize, **given)
 
     with torch.device("meta"):
         larger, other = Net(16), nn.Linear(3, 3)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from family import same
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -34,10 +35,6 @@ SHAPES = OrderedDict([("first.weight", torch.Size([5, 7])), ("first.bias", torch
 def weights() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], x) for name, x in expected.items())
 
 
 # ---------------------------------------------------------------- onebit.zero

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from family import same
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -82,10 +83,6 @@ def offloaded(model: nn.Module, name: str, mode: str, to: object, **options: obj
     return Offload(model, MAKES[name], mode, to, **{"chunk_mb": 0.05, **options})  # type: ignore[arg-type]
 
 
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 class TestEquality:
     @pytest.mark.pairwise
     @pytest.mark.parametrize(("mode", "in_files"), PLACES)
@@ -100,7 +97,7 @@ class TestEquality:
             expected = train_with_masters(small_model(dtype), MAKES[name])
         model = small_model(dtype)
         offload = offloaded(model, name, mode, tmp_path if in_files else "cpu")
-        assert equal(train(model, offload), expected)
+        assert same(train(model, offload), expected)
         offload.close()
 
     @pytest.mark.parametrize(("mode", "in_files"), PLACES[1:])
@@ -108,9 +105,9 @@ class TestEquality:
         expected = train(model := small_model(), offloaded(model, "AdamW", "none", "cpu", max_grad_norm=0.01))
         model = small_model()
         offload = offloaded(model, "AdamW", mode, tmp_path if in_files else "cpu", max_grad_norm=0.01, chunk_mb=0.2)
-        assert equal(train(model, offload), expected)
+        assert same(train(model, offload), expected)
         model = small_model()
-        assert not equal(train(model, MAKES["AdamW"](model.parameters())), expected)
+        assert not same(train(model, MAKES["AdamW"](model.parameters())), expected)
 
     @pytest.mark.pairwise
     @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
@@ -122,7 +119,7 @@ class TestEquality:
         expected = train(model := small_model(dtype), offloaded(model, name, "none", "cpu", max_grad_norm=0.5))
         model = small_model(dtype)
         offload = offloaded(model, name, "state", tmp_path, ratio=ratio, max_grad_norm=0.5)
-        assert equal(train(model, offload), expected)
+        assert same(train(model, offload), expected)
         stored = sum(store.nbytes for store in offload._stores.all if isinstance(store, FileStore))
         whole = sum(store.nbytes for store in offload._stores.all)
         assert ratio * whole <= stored + PAGE <= (ratio + 0.7 * (0 < ratio < 1)) * whole + PAGE
@@ -143,7 +140,7 @@ class TestEquality:
         assert all(p.grad is None for p in model.parameters())
         before = [p.detach().clone() for p in model.parameters()]
         offload.step()
-        assert not equal(before, list(model.parameters()))
+        assert not same(before, list(model.parameters()))
 
     @pytest.mark.parametrize("mode", MODES)
     def test_a_step_that_is_not_finite_leaves_no_trace(self, mode: str) -> None:
@@ -154,7 +151,7 @@ class TestEquality:
         offload.step()
         offload.zero_grad()
         assert offload.stats.skipped_steps == 1 and offload.stats.grad_norm is None
-        assert equal(train(model, offload), expected)
+        assert same(train(model, offload), expected)
 
     def test_a_scheduler_sets_the_rate(self) -> None:
         offload = offloaded(model := small_model(), "SGD", "state", "cpu")
@@ -162,7 +159,7 @@ class TestEquality:
         train(model, offload, 1)
         scheduler.step()
         before = [p.detach().clone() for p in model.parameters()]
-        assert equal(train(model, offload, 1), before)
+        assert same(train(model, offload, 1), before)
 
 
 def of_ranks(models: list[nn.Module], make: Callable, before: Callable | None = None) -> list[list[Tensor]]:
@@ -208,12 +205,12 @@ class TestRanks:
             [small_model(dtype) for _ in range(world_size)],
             lambda model, rank: offloaded(model, "AdamW", mode, to, max_grad_norm=0.01, transport=rank, buffer_count=2),
         )
-        assert all(equal(params, resident[0]) for params in [*resident, *found])
+        assert all(same(params, resident[0]) for params in [*resident, *found])
 
     def test_one_rank_is_none(self) -> None:
         expected = train(model := small_model(), offloaded(model, "AdamW", "gradients", "cpu"))
         model = small_model()
-        assert equal(train(model, offloaded(model, "AdamW", "gradients", "cpu", transport=SimTransport())), expected)
+        assert same(train(model, offloaded(model, "AdamW", "gradients", "cpu", transport=SimTransport())), expected)
 
     def test_what_no_rank_has_used_is_not_stepped(self) -> None:
         models = [small_model(), small_model()]
@@ -237,7 +234,7 @@ class TestRanks:
             before = [p.detach().clone() for p in model.parameters()]
             (model(torch.ones(1, 64)).sum() * (float("inf") if rank.rank else 1.0)).backward()
             offload.step()
-            return offload.stats.skipped_steps if equal(before, list(model.parameters())) else -1
+            return offload.stats.skipped_steps if same(before, list(model.parameters())) else -1
 
         assert run_ranks(2, work) == [1, 1]
 
@@ -299,7 +296,7 @@ class TestState:
         second = offloaded(model := small_model(dtype), **plain | {"chunk_mb": 0.3} | after)
         second.load_state_dict(saved["optimizer"])
         model.load_state_dict(saved["model"])  # behind the optimizer's: masters stay what they round to
-        assert equal(train(model, second, 3, first=3), expected)
+        assert same(train(model, second, 3, first=3), expected)
 
     def test_a_resident_state_loads_and_is_shown(self, tmp_path: Path) -> None:
         resident = MAKES["AdamW"]((model := small_model()).parameters())
@@ -311,7 +308,7 @@ class TestState:
         shown = offload.state_dict()["state"]
         for key, entry in resident.state_dict()["state"].items():
             assert all(torch.equal(entry[name], shown[key][name]) for name in ("step", "exp_avg", "exp_avg_sq"))
-        assert equal(train(twin, offload, first=3), train(model, resident, first=3))
+        assert same(train(twin, offload, first=3), train(model, resident, first=3))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("mode", MODES[1:])
@@ -522,4 +519,4 @@ def test_killed_within_a_step_and_resumed(mode: str, tmp_path: Path) -> None:
     offload = offloaded(model := small_model(), "AdamW", mode, folder)
     offload.load_state_dict(state["optimizer"])
     model.load_state_dict(state["model"])
-    assert equal(train(model, offload, 2, first=2), expected)
+    assert same(train(model, offload, 2, first=2), expected)

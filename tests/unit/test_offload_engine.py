@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from family import same
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -75,10 +76,6 @@ def whole(engine: zero.Engine) -> list[Tensor]:
     return [(x.full_tensor() if hasattr(x, "full_tensor") else x).to(dtype).clone() for x in state.values()]
 
 
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 class TestTraining:
     @pytest.mark.parametrize("name", ["AdamW", "Lamb"])
     @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -88,7 +85,7 @@ class TestTraining:
         resident.close()
         engine = started(tmp_path, dtype=dtype, name=name)
         assert isinstance(engine.optimizer, Offload) and engine.optimizer.mode == "full"
-        assert equal(train(engine, 4), expected)
+        assert same(train(engine, 4), expected)
         assert engine.optimizer.stats.read_bytes > 0
         engine.close()
 
@@ -108,7 +105,7 @@ class TestTraining:
         for _ in range(SUMS):
             engine.backward(engine(torch.ones(4, WIDTH)).float().sum() * float("inf"))
             engine.step()
-        assert engine.skipped_steps == 1 and equal(whole(engine), before)
+        assert engine.skipped_steps == 1 and same(whole(engine), before)
         engine.close()
 
     def test_a_model_on_meta_is_filled_in_the_files(self, tmp_path: Path) -> None:
@@ -120,7 +117,7 @@ class TestTraining:
         with torch.device("meta"):
             model = net()
         engine = started(tmp_path / "nvme", model, weights=tmp_path / "weights")
-        assert equal(train(engine, 3), expected)
+        assert same(train(engine, 3), expected)
         engine.close()
 
     def test_stages_of_one_rank(self, tmp_path: Path) -> None:
@@ -133,7 +130,7 @@ class TestTraining:
             batches = iter([(torch.full((4, WIDTH), float(k)), torch.ones(4, 4)) for k in range(3 * SUMS)])
             results.append([engine.train_batch(batches), engine.train_batch(batches), engine.eval_batch(batches)])
             engine.close()
-        assert equal(*results)
+        assert same(*results)
 
 
 class TestShares:
@@ -166,7 +163,7 @@ class TestShares:
         resident.close()
         engine = self.started(ratio, name=name, stage=stage)
         assert stage < 3 or self.share(engine) == share
-        assert equal(train(engine, 3), expected)
+        assert same(train(engine, 3), expected)
         engine.close()
 
     @pytest.mark.parametrize(("ratio", "later"), [(0.3, 1.0), (0.0, 0.3)])
@@ -178,7 +175,7 @@ class TestShares:
         first.close()
         second = self.started(later)
         assert second.load_checkpoint(tmp_path)[0] is not None
-        assert equal(train(second, 2, first=2), expected)
+        assert same(train(second, 2, first=2), expected)
         second.close()
 
     def test_a_model_on_meta_is_filled_in_both(self) -> None:
@@ -189,7 +186,7 @@ class TestShares:
             engine = self.started(ratio, model, weights="reset_parameters")
             results.append(train(engine, 2))
             engine.close()
-        assert equal(*results)
+        assert same(*results)
 
     @pytest.mark.parametrize(
         ("name", "more", "text"),
@@ -267,7 +264,7 @@ class TestOneBit:
         resident.close()
         engine = self.started(tmp_path, name, **params)
         before = self.mapped_bytes(tmp_path)
-        assert equal(train(engine, 6), expected) and not list(tmp_path.iterdir())
+        assert same(train(engine, 6), expected) and not list(tmp_path.iterdir())
         assert before >= 2 * 4 * 576 and self.mapped_bytes(tmp_path) >= before
         engine.close()
 
@@ -292,7 +289,7 @@ class TestOneBit:
         first.close()
         second = self.started(nvme if loads_away else None, freeze_step=3)
         assert second.load_checkpoint(tmp_path / "run")[0] is not None
-        assert equal(train(second, 3, first=saved_after), expected)
+        assert same(train(second, 3, first=saved_after), expected)
         assert (self.mapped_bytes(nvme) > 0) == (saves_away or loads_away)
         second.close()
 
@@ -342,7 +339,7 @@ class TestCheckpoints:
             for p in second.module.parameters():
                 p.zero_()
         assert second.load_checkpoint(tmp_path / "run")[0] is not None
-        assert equal(train(second, 2, first=2), expected)
+        assert same(train(second, 2, first=2), expected)
         second.close()
 
     def test_of_other_layers_are_refused(self, tmp_path: Path) -> None:
@@ -353,7 +350,7 @@ class TestCheckpoints:
         before = whole(second)
         with pytest.raises(CheckpointError):
             second.load_checkpoint(tmp_path / "run")
-        assert equal(whole(second), before)
+        assert same(whole(second), before)
         second.close()
 
     def test_weights_are_exported(self, tmp_path: Path) -> None:
@@ -362,7 +359,7 @@ class TestCheckpoints:
         train(engine, 1)
         engine.save_16bit_model(tmp_path)
         found = load_file(tmp_path / "model.safetensors")
-        assert equal([found[name] for name, _ in engine.module.named_parameters()], whole(engine))
+        assert same([found[name] for name, _ in engine.module.named_parameters()], whole(engine))
         engine.close()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from family import same
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -199,10 +200,6 @@ def params_of(offload: Offload) -> StoredParams:
     return offload._weights.params  # type: ignore[union-attr,return-value]
 
 
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 def away(offload: Offload) -> bool:
     params_of(offload).sync()
     gc.collect()
@@ -219,11 +216,11 @@ class TestTraining:
         expected = train(resident, adamw([p for p in resident.parameters() if p.requires_grad]))
         model = made(name)
         offload = full(model, tmp_path if in_files else "cpu")
-        assert equal(train(model, offload), expected)
+        assert same(train(model, offload), expected)
         assert away(offload)
         offload.close()
         assert all(type(p) is nn.Parameter for p in model.parameters())
-        assert equal([p.detach() for p in model.parameters()], expected[-len(list(model.parameters())) :])
+        assert same([p.detach() for p in model.parameters()], expected[-len(list(model.parameters())) :])
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
     @pytest.mark.slow
@@ -250,15 +247,15 @@ class TestTraining:
 
         expected = trained(resident := small(), adamw(resident.parameters()))
         offload = full(model := small(), tmp_path)
-        assert equal(trained(model, offload), expected)
+        assert same(trained(model, offload), expected)
         model.save_pretrained(tmp_path / "saved")
-        assert equal([p.detach() for p in gpt2.from_pretrained(tmp_path / "saved").parameters()], expected[1:])
+        assert same([p.detach() for p in gpt2.from_pretrained(tmp_path / "saved").parameters()], expected[1:])
 
     @pytest.mark.parametrize("buffer_count", [2, 3, 8])
     def test_does_not_depend_on_buffers(self, buffer_count: int, tmp_path: Path) -> None:
         expected = train(resident := made("checkpoint"), adamw(resident.parameters()))
         offload = full(model := made("checkpoint"), tmp_path, buffer_count=buffer_count, chunk_mb=0.001)
-        assert equal(train(model, offload), expected)
+        assert same(train(model, offload), expected)
 
     def test_has_few_parameters_at_a_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(0)
@@ -296,7 +293,7 @@ class TestTraining:
             model(torch.randn(4, WIDTH + 1))
         assert away(offload)
         assert torch_versions.hooks_in_use() is None
-        assert equal(train(model, offload), expected)
+        assert same(train(model, offload), expected)
 
 
 @pytest.fixture
@@ -365,14 +362,14 @@ class TestUses:
         train(model, offload)
         state = model.state_dict()
         assert all(s.storage.nbytes() == 0 for s in params_of(offload).all)  # nothing had to come
-        assert equal([*state.values()], expected[-len(state) :])
+        assert same([*state.values()], expected[-len(state) :])
         torch.save({"model": state, "optimizer": offload.state_dict()}, file := io.BytesIO())
         file.seek(0)
         saved = torch.load(file)
         second = full(other := made("frozen"))
         second.load_state_dict(saved["optimizer"])
         other.load_state_dict(saved["model"])
-        assert equal(train(other, second), train(model, offload))
+        assert same(train(other, second), train(model, offload))
 
     def test_a_deep_copy_is_resident(self, pair: tuple[nn.Module, Offload]) -> None:
         model, offload = pair
@@ -471,7 +468,7 @@ class TestDisk:
         with pytest.raises(StoreError, match=r"is full: .* free some, or name a folder on another disk"):
             full(model := made("twice"), tmp_path)
         assert all(type(p) is nn.Parameter for p in model.parameters())
-        assert equal(train(model, adamw(model.parameters())), expected)
+        assert same(train(model, adamw(model.parameters())), expected)
 
     @pytest.mark.parametrize("when", ["forward", "backward"])
     def test_parameters_cut_short_are_named(self, when: str, tmp_path: Path) -> None:
@@ -508,7 +505,7 @@ class TestMeta:
             model = made("frozen")
         fill = lambda empty: zero.materialize(empty, tmp_path / "weights")  # noqa: E731
         offload = full(model, tmp_path if in_files else "cpu", fill=fill)
-        assert equal(train(model, offload), expected)
+        assert same(train(model, offload), expected)
         offload.close()
 
     def test_has_few_values_at_a_time_while_it_is_filled(self, tmp_path: Path) -> None:
@@ -541,9 +538,9 @@ class TestMeta:
         for each, optimizer in ((model, offload), (twin, state)):
             each(batch(0).bfloat16()).sum().backward()
             optimizer.step()
-        assert equal([p.detach() for p in model.parameters()], [p.detach() for p in twin.parameters()])
+        assert same([p.detach() for p in model.parameters()], [p.detach() for p in twin.parameters()])
         shown = [entry["master"] for entry in offload.state_dict()["state"].values()]
-        assert equal(shown, [entry["master"] for entry in state.state_dict()["state"].values()])
+        assert same(shown, [entry["master"] for entry in state.state_dict()["state"].values()])
 
     def test_what_is_not_filled_is_named(self) -> None:
         with torch.device("meta"):

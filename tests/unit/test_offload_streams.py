@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from family import same
 from late_streams import Copy, LateStreams, Mark, in_use, random_bytes, storage
-from test_offload import MAKES, MODES, equal, offloaded, small_model, train, train_with_masters
+from test_offload import MAKES, MODES, offloaded, small_model, train, train_with_masters
 from test_offload_full import MODELS, adamw, away, full, made
 from test_offload_full import train as train_any
 from torch import nn
@@ -49,16 +50,16 @@ class TestTraining:
         else:
             expected = train_with_masters(small_model(dtype), MAKES[name])
         offload = offloaded(model := small_model(dtype), name, mode, tmp_path if in_files else "cpu")
-        assert equal(train(model, offload), expected)
+        assert same(train(model, offload), expected)
         offload.close()
-        assert equal([p.detach() for p in model.parameters()], expected)
+        assert same([p.detach() for p in model.parameters()], expected)
         assert streams.copies
 
     @pytest.mark.parametrize("ratio", [0.0, 0.3])
     def test_a_share_of_it(self, ratio: float, streams: LateStreams) -> None:
         expected = train_with_masters(small_model(torch.bfloat16), MAKES["AdamW"])
         offload = offloaded(model := small_model(torch.bfloat16), "AdamW", "state", "cpu", ratio=ratio)
-        assert equal(train(model, offload), expected)
+        assert same(train(model, offload), expected)
         assert bool(streams.copies) == (ratio > 0)
 
     @pytest.mark.slow
@@ -69,10 +70,10 @@ class TestTraining:
         resident = made(name)
         expected = train_any(resident, adamw([p for p in resident.parameters() if p.requires_grad]))
         offload = full(model := made(name), tmp_path if in_files else "cpu")
-        assert equal(train_any(model, offload), expected)
+        assert same(train_any(model, offload), expected)
         assert away(offload)
         offload.close()
-        assert equal([p.detach() for p in model.parameters()], expected[-len(list(model.parameters())) :])
+        assert same([p.detach() for p in model.parameters()], expected[-len(list(model.parameters())) :])
 
     @pytest.mark.slow
     @pytest.mark.parametrize("buffer_count", [2, 3, 8])
@@ -80,7 +81,7 @@ class TestTraining:
         expected = train_any(resident := made("checkpoint"), adamw(resident.parameters()))
         for to in ("cpu", tmp_path):
             offload = full(model := made("checkpoint"), to, buffer_count=buffer_count, chunk_mb=0.001)
-            assert equal(train_any(model, offload), expected)
+            assert same(train_any(model, offload), expected)
 
     @pytest.mark.parametrize("mode", AWAY)
     def test_clipping_and_checkpoints(self, mode: str, streams: LateStreams, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +95,7 @@ class TestTraining:
         second = offloaded(other := small_model(dtype), "AdamW", mode, "cpu", max_grad_norm=0.01)
         second.load_state_dict(first.state_dict())
         other.load_state_dict(saved)
-        assert equal(train(other, second, steps=2, first=2), expected)
+        assert same(train(other, second, steps=2, first=2), expected)
 
     @pytest.mark.parametrize("mode", AWAY)
     def test_values_written_by_others_are_taken_over(self, mode: str, streams: LateStreams) -> None:
@@ -111,7 +112,7 @@ class TestTraining:
             offload.step()
             offload.zero_grad()
             found.append(train(model, offload, steps=2, first=1))
-        assert equal(*found)
+        assert same(*found)
 
 
 class TestOverlap:

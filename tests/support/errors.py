@@ -1,0 +1,16 @@
+"""What a call raises, as text that goes from a rank to its test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Kinds = type[BaseException] | tuple[type[BaseException], ...]
+
+
+def error_of(kinds: Kinds, call: Callable[..., object], *args: object, **named: object) -> str:
+    """The type and the text of what the call raises; "" if nothing. What is none of these kinds is raised."""
+    try:
+        call(*args, **named)
+    except kinds as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
