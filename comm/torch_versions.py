@@ -122,7 +122,7 @@ def full_tensor(x: Any) -> Tensor:
         return cast("Tensor", x.full_tensor())
     from torch.distributed.tensor import DTensor
 
-    whole = torch.empty((*x.shape, 2), device="meta")
+    whole = torch.empty((*x.shape, 2), device="meta", dtype=torch.float32)
     pairs: Any = DTensor.from_local(
         torch.view_as_real(x.to_local()),
         x.device_mesh,
