@@ -246,13 +246,14 @@ class OnebitMuon(CompressedOptimizer):
 
     So what is compressed is added to parameters, where the errors of two steps cancel each other. If a momentum built
     from compressed gradients is orthogonalised, as in version 0.2, their errors get the same weight as all directions
-    of the momentum, and the loss is 7 instead of 1 % above Muon's (`docs/differences.md`). The mean of orthogonal
-    matrices takes the place of the orthogonalised mean: the larger the batch of one node, the smaller the difference.
+    of the momentum, and a byte LM ends 7 instead of 1.2 % above Muon (`docs/differences.md`). The mean of orthogonal
+    matrices takes the place of the orthogonalised mean. It is shorter: try up to twice Muon's learning rate. The larger
+    the batch of one node, the smaller the difference.
 
-    A matrix without a gradient on a node counts as a move of zero there. In the warm-up the mean
-    gradient is exchanged in `warmup_codec`, and every replica orthogonalises the same momentum for itself; on different
-    processors that may give different bits, which `check_replicas_every` finds and ends with ReplicaError. Later steps
-    apply the same frames everywhere.
+    A matrix without a gradient on a node counts as a move of zero there. In the warm-up the mean gradient is exchanged
+    in `warmup_codec`, and every replica orthogonalises the same momentum for itself; on different processors that may
+    give different bits, which `check_replicas_every` finds and ends with ReplicaError. Later steps apply the same
+    frames everywhere.
 
     Groups without use_muon (embeddings, head, vectors) take 1-bit Adam's step.
 
