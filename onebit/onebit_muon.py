@@ -258,8 +258,9 @@ class OnebitMuon(CompressedOptimizer):
     Groups without use_muon (embeddings, head, vectors) take 1-bit Adam's step.
 
     State on each rank, bytes per parameter of a matrix: m 4, worker error 4 (bf16: 2), server error 4/W (2/W). Sends
-    per rank 2·(W-1)/W·(1 + 16/block) bits per parameter. Ranks of a node also exchange their gradients in float32. If a
-    model is sharded inside a node, its ranks gather each matrix in every step, and buckets are sent in step().
+    per rank 2·(W-1)/W·(1 + 16/block) bits per parameter. Ranks of a node also exchange their gradients in float32, and
+    keep the node's mean until the step ends, 4 bytes per parameter. If a model is sharded inside a node, its ranks
+    gather each matrix in every step, and buckets are sent in step().
 
     Args:
         params: Groups with `use_muon`, e.g. from `onebit.muon_groups`; the same on all ranks.

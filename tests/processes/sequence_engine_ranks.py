@@ -22,6 +22,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     **{f"stage {stage}": (stage, DENSE, {}) for stage in range(4)},
     "tensor": (2, DENSE, {"tensor": 2, "ranks_per_node": 4}),
     "heads divided": (2, DENSE, {"sequence": {"ulysses_degree": 2}}),
+    "heads divided by the ranks of a host": (2, DENSE, {"sequence": {"ulysses_degree": "auto"}}),
     "one bit in nodes": (2, ONE_BIT, {"warmup_codec": "fp32", "ranks_per_node": 2}),
     "one bit replicated": (0, ONE_BIT, {"warmup_codec": "fp32"}),
     "sparse": (2, DENSE, {}),

@@ -14,7 +14,7 @@ from onebit.comm import Bf16Codec, Codec, Int4Codec, Int8Codec, SimTransport, ru
 from onebit.comm.codecs.tensors import decode_, encode
 from onebit.zero.sequence import local, sight
 from onebit.zero.sequence.pieces import Pieces
-from onebit.zero.sequence.ranks import SequenceRanks
+from onebit.zero.sequence.ranks import SequenceRanks, widest_degree
 from onebit.zero.sequence.ring import ring_attention
 from onebit.zero.sequence.sight import Sight
 
@@ -190,6 +190,15 @@ def test_ranks_that_cannot_divide_heads_are_refused() -> None:
             ring_attention(q, k, v, ranks, Pieces(8, 4))
 
     run_ranks(4, rank)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "heads", "degree"),
+    [("a", 3, 1), ("aabb", 8, 2), ("aaaa", 8, 4), ("aaaa", 6, 2), ("aaaa", 5, 1), ("aaab", 8, 1), ("abab", 8, 1),
+     ("aaabbb", 6, 3), ("aaaabb", 8, 2), ("aaaaaa", 9, 3)],
+)  # fmt: skip
+def test_as_many_ranks_divide_heads_as_share_a_host(hosts: str, heads: int, degree: int) -> None:
+    assert widest_degree(hosts, heads) == degree
 
 
 def test_the_bytes_of_a_window_do_not_grow_with_the_length() -> None:

@@ -48,12 +48,12 @@ def _integer(value: object) -> int:
     return int(cast(float, value))
 
 
-def _steps(value: object) -> int | str:
+def _auto_or_integer(value: object) -> int | str:
     return AUTO if value == AUTO else _integer(value)
 
 
 def _every(value: object) -> int | str | dict[str, object]:
-    return _object(value) if isinstance(value, Mapping) else _steps(value)
+    return _object(value) if isinstance(value, Mapping) else _auto_or_integer(value)
 
 
 def _period(value: object) -> int | None:
@@ -109,7 +109,8 @@ PAIR = Kind("a list of two numbers", _pair)
 INTS = Kind("a list of integers", _integers)
 TEXTS = Kind("a list of strings", _texts)
 RATES = Kind("a number, or a list with one for each parameter group,", _rates)
-STEPS = Kind('a number of steps or "auto"', _steps)
+STEPS = Kind('a number of steps or "auto"', _auto_or_integer)
+DEGREE = Kind('an integer or "auto"', _auto_or_integer)
 EVERY = Kind('a number of steps, "auto", or an object that says when', _every)
 PERIOD = Kind("an integer, or null for never", _period)
 LIST = Kind("a list", _list)
@@ -140,7 +141,7 @@ class Key:
     @property
     def takes_auto(self) -> bool:
         """Whether "auto" is a proper value of this key, instead of a request for the caller's."""
-        return self.kind in (STEPS, EVERY) or AUTO in self.choices
+        return self.kind in (STEPS, DEGREE, EVERY) or AUTO in self.choices
 
     def expected(self) -> str:
         """A description of the accepted values."""

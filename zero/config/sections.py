@@ -17,7 +17,7 @@ from ...comm import CODECS, momentum_codecs
 from . import schema
 from .ignored_keys import ACTIVATIONS, BF16, COMMS_LOGGER, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
 from .local_steps import LocalRounds
-from .schema import BOOL, FLOAT, INT, LIST, TEXT, TEXTS, Block, Inert, block, key
+from .schema import BOOL, DEGREE, FLOAT, INT, LIST, TEXT, TEXTS, Block, Inert, block, key
 
 DTYPES = ("fp32", "bf16", "fp16")
 _WIRES = tuple(name for name in CODECS if name != "fp32")
@@ -277,12 +277,13 @@ class Sequence(Block):
     """How the ranks of a sequence exchange keys and values, if sequence_parallel_size is above 1.
 
     codec: format in which they travel; null: uncompressed. block: elements per scale of int8 and int4. ulysses_degree:
-    how many neighbouring ranks, those of a node, divide the heads. See `sequence/ring.py` and `sequence/ranks.py`.
+    how many neighbouring ranks, those of a node, divide the heads; "auto": as many as share a host and divide them
+    evenly, in a model of transformers. See `sequence/ring.py` and `sequence/ranks.py`.
     """
 
     codec: str | None = key(None, TEXT, null=True, choices=("bf16", "int8", "int4"))
     block: int = key(64, INT, least=64)
-    ulysses_degree: int = key(1, INT, least=1)
+    ulysses_degree: int | str = key(1, DEGREE, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

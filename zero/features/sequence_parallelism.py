@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Mapping
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from torch import nn
 
 from ...comm import codec_named
+from ...comm.messages import gather_texts
 from ..config.entries.zero_one_adam import ZeroOneAdamParams
+from ..config.schema import AUTO
 from ..config.sections import Sequence
 from ..config.whole import Config
 from ..feature import Asked, Feature
@@ -17,7 +20,7 @@ from ..grid import Grid
 from ..parallel.tensor import splits_sequence
 from ..pipeline.layers import Stage, parts_of
 from ..sequence.models import check_splits, sequence_parallel
-from ..sequence.ranks import SequenceRanks
+from ..sequence.ranks import SequenceRanks, widest_degree
 from ..sequence.stages import Split, check_stages_split
 
 log = logging.getLogger(__name__)
@@ -43,10 +46,16 @@ class SequenceParallelism(Feature):
             if given != Sequence() and asked.rank == 0:
                 log.warning("onebit.sequence has no effect: sequence_parallel_size is 1")
             return None
-        if config.sequence_ranks % given.ulysses_degree:
+        degree = given.ulysses_degree
+        if isinstance(degree, int) and config.sequence_ranks % degree:
             raise ValueError(
                 f"rank {asked.rank}: expected onebit.sequence.ulysses_degree to divide sequence_parallel_size, got "
-                f"{given.ulysses_degree} and {config.sequence_ranks}"
+                f"{degree} and {config.sequence_ranks}"
+            )
+        if degree == AUTO and not hasattr(asked.outline, "config"):
+            raise ValueError(
+                f'rank {asked.rank}: onebit.sequence.ulysses_degree is "auto", which reads the number of heads from a '
+                f"model of transformers, and this is a {type(asked.outline).__name__}; write a number"
             )
         others = {
             "data_efficiency.data_routing.random_ltd": config.data_efficiency.random_ltd is not None,
@@ -58,7 +67,7 @@ class SequenceParallelism(Feature):
                 "sequences on each rank; leave one of them out"
             )
         sparsity = config.sparse_attention
-        if sparsity.different_layout_per_head and max(given.ulysses_degree, config.onebit.tensor or 1) > 1:
+        if sparsity.different_layout_per_head and (degree != 1 or (config.onebit.tensor or 1) > 1):
             raise ValueError(
                 f"rank {asked.rank}: ranks divide the heads of split sequences, and sparse_attention."
                 "different_layout_per_head gives each head a layout of its own; set it to false"
@@ -80,7 +89,7 @@ class SequenceParallelism(Feature):
             )
         given = self._config.onebit.sequence
         codec = None if given.codec is None else codec_named(given.codec, given.block)
-        levels = SequenceRanks.of(grid.sequence, given.ulysses_degree)
+        levels = SequenceRanks.of(grid.sequence, self._degree(model, grid))
         grid.close_first(levels)
         sparsity = None if self._config.sparse_attention.mode is None else self._config.sparse_attention
         if is_part:
@@ -89,6 +98,16 @@ class SequenceParallelism(Feature):
                 cast(Stage, stage).split_sequences(split)
         else:
             sequence_parallel(model, levels, codec=codec, sparsity=sparsity)
+
+    def _degree(self, model: nn.Module, grid: Grid) -> int:
+        """How many ranks divide the heads. All ranks of a sequence."""
+        if (given := self._config.onebit.sequence.ulysses_degree) != AUTO:
+            return cast(int, given)
+        heads = cast(Any, model).config.get_text_config().num_attention_heads // grid.shape.size("tensor")
+        degree = widest_degree(gather_texts(grid.sequence, socket.gethostname()), heads)
+        if grid.world.rank == 0:
+            log.info("ulysses_degree is %d: so many neighbouring ranks share a host and divide %d heads", degree, heads)
+        return degree
 
 
 def _replicas_differ(config: Config) -> bool:

@@ -9,7 +9,7 @@ times.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,21 @@ class SequenceRanks:
         if self.heads is not None:
             self.heads.close()
             self.ring.close()
+
+
+def widest_degree(hosts: Sequence[str], heads: int) -> int:
+    """The largest number of neighbouring ranks that share a host, and divide heads evenly.
+
+    Args:
+        hosts: The host of each rank, in their order.
+        heads: Query heads of a layer, or a common divisor of all layers'.
+    """
+    W = len(hosts)
+    return max(
+        U
+        for U in range(1, W + 1)
+        if W % U == 0 and heads % U == 0 and all(len(set(hosts[k : k + U])) == 1 for k in range(0, W, U))
+    )
 
 
 def check_same(ranks: SequenceRanks, tensors: Iterable[Tensor], words: str) -> None:
