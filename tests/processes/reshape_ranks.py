@@ -83,13 +83,18 @@ def run(
 
 
 def known(engine: zero.Engine) -> dict[str, dict[str, list]]:
-    """Whole tensors of what the optimizer knows of each parameter, by name; "owed": by all ranks together."""
+    """Whole tensors of what the optimizer knows of each parameter, by name.
+
+    "owed": by all ranks together. "momentum_buffer": each replica's own; their mean, in float32, as a state has it.
+    """
     names = {p: name for name, p in engine.sharding.held.named_parameters()}
     found: dict[str, dict[str, list]] = {}
     for p, tensors in _held(engine.optimizer):
         for what, x in tensors.items():
-            if what == "owed":
+            if what in ("owed", "momentum_buffer"):
                 engine.grid.transport.all_reduce(x).wait()
+            if what == "momentum_buffer":
+                x = x.div_(engine.grid.transport.world_size).float()
             if isinstance(p, DTensor):
                 x = DTensor.from_local(x, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()).full_tensor()
             found.setdefault(names[p], {})[what] = x.tolist()
