@@ -246,7 +246,7 @@ class OnebitMuon(CompressedOptimizer):
 
     So what is compressed is added to parameters, where the errors of two steps cancel each other. If a momentum built
     from compressed gradients is orthogonalised, as in version 0.2, their errors get the same weight as all directions
-    of the momentum, and a byte LM ends 7 instead of 1.2 % above Muon (`docs/differences.md`). The mean of orthogonal
+    of the momentum, and a byte LM ends 7 instead of 1 % above Muon (`docs/differences.md`). The mean of orthogonal
     matrices takes the place of the orthogonalised mean. It is shorter: try up to twice Muon's learning rate. The larger
     the batch of one node, the smaller the difference.
 
