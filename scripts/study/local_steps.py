@@ -197,7 +197,7 @@ def report(results: Sequence[dict]) -> Iterator[str]:
     best = {key: _best(compared, *key) for key in rates_of}
     plain = next((value for (method, _), value in best.items() if method == "AdamW"), None)
     in_full = {"one bit": "local", "one bit, started": "local, started", "DiLoCo, one bit": "DiLoCo, fp32"}
-    in_full |= {"local, Muon": "Muon", "one bit, Muon": "local, Muon"}
+    in_full |= {"one bit, Muon": "local, Muon"}
     in_full |= {"one bit, speeds 1 : 3": "one bit", "local, speeds 1 : 3": "local"}
     in_full |= {"DiLoCo, int8": "DiLoCo, fp32", "DiLoCo, .7 and .6, one bit": "DiLoCo, .7 and .6, fp32"}
     for (method, every), (lr, losses, bits) in best.items():

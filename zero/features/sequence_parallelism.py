@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 from torch import nn
 
@@ -52,7 +52,7 @@ class SequenceParallelism(Feature):
                 f"rank {asked.rank}: expected onebit.sequence.ulysses_degree to divide sequence_parallel_size, got "
                 f"{degree} and {config.sequence_ranks}"
             )
-        if degree == AUTO and not hasattr(asked.outline, "config"):
+        if degree == AUTO and _heads_of(asked.outline) is None:
             raise ValueError(
                 f'rank {asked.rank}: onebit.sequence.ulysses_degree is "auto", which reads the number of heads from a '
                 f"model of transformers, and this is a {type(asked.outline).__name__}; write a number"
@@ -103,11 +103,20 @@ class SequenceParallelism(Feature):
         """How many ranks divide the heads. All ranks of a sequence."""
         if (given := self._config.onebit.sequence.ulysses_degree) != AUTO:
             return cast(int, given)
-        heads = cast(Any, model).config.get_text_config().num_attention_heads // grid.shape.size("tensor")
+        heads = cast(int, _heads_of(model)) // grid.shape.size("tensor")
         degree = widest_degree(gather_texts(grid.sequence, socket.gethostname()), heads)
         if grid.world.rank == 0:
-            log.info("ulysses_degree is %d: so many neighbouring ranks share a host and divide %d heads", degree, heads)
+            log.info(
+                "ulysses_degree is %d: that many neighbouring ranks share a host and divide %d heads", degree, heads
+            )
         return degree
+
+
+def _heads_of(model: object) -> int | None:
+    """The number of query heads of a model of transformers; None if it is none, or its configuration does not tell."""
+    text_config = getattr(getattr(model, "config", None), "get_text_config", None)
+    heads = None if text_config is None else getattr(text_config(), "num_attention_heads", None)
+    return heads if isinstance(heads, int) else None
 
 
 def _replicas_differ(config: Config) -> bool:
