@@ -119,6 +119,10 @@ def refused() -> dict[str, str]:
     note("group", lambda: engine.data_parallel_group)
     own = {"model": nn.Linear(2, 2), "config": config_of("stage 1", 2)}
     note("own attention", lambda: zero.initialize(**own))
+    other = nn.Linear(2, 2)
+    other.config = {"heads": 4}
+    shared = config_of("heads divided by the ranks of a host", 2)
+    note("heads", lambda: zero.initialize(model=other, config=shared))
     note("ranks", lambda: start("stage 1", 3))
     note("local", local({"local_steps": {"every": 2}}, DENSE))
     note("0/1", local({}, {"type": "ZeroOneAdam", "params": {"lr": 1e-3, "local_step_clipper": "auto"}}))

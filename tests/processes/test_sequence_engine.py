@@ -54,6 +54,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> 
         ("lengths", "all ranks of a sequence are called with the same whole batch"),
         ("group", "no process group has ranks of different sequences"),
         ("own attention", "Linear is no model of transformers, and has no method split_sequences"),
+        ("heads", "which reads the number of heads from a model of transformers, and this is a Linear"),
         ("ranks", "4 ranks cannot be divided by the 3"),
         ("local", "need equal weights"),
         ("0/1", "need equal weights"),
