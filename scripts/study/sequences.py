@@ -4,9 +4,9 @@
     python scripts/study.py sequences retrieval --results runs/sequence_retrieval.jsonl
 
 Codecs: the byte LM reads 4,096 bytes, whose keys and values travel in each format; all formats have the same batches.
-Retrieval: 32,768 tokens of noise. One block of 64 has eight pairs of a key and a value, each of them eight times. At
-the end every key is asked for, and the model gives its value. Pairs and questions are on different ranks. Four
-simulated ranks share each sequence; gradients are averaged in float32.
+Retrieval: 32,768 tokens of noise. One block of 64 has two pairs of a key and a value, 32 times each. In the last
+quarter a key is asked for 16 times, too far apart for a window to see the last answer. Pairs and questions are on
+different ranks. Four simulated ranks share each sequence; gradients are averaged in float32.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ from train.schedule import lr_fraction
 from onebit.comm import Bf16Codec, Codec, Int4Codec, Int8Codec, SimTransport, run_ranks
 from onebit.dense import DenseAverager
 from onebit.zero import sequence_parallel
+from onebit.zero.sequence import Pieces
 from study.tasks import corpus
 
 RANKS, BLOCK = 4, 64
-KEYS, VALUES = 8, 8
+KEYS, VALUES, QUESTIONS = 2, 8, 16
 CODECS: dict[str, Codec | None] = {
     "float32": None,
     "bf16": Bf16Codec(),
     "int8": Int8Codec(BLOCK),
     "int4": Int4Codec(BLOCK),
 }
-PAIRS_AT = 5 / 16  # of the sequence: in the third chunk of eight, the third rank's; the question is the first rank's
+PAIRS_AT = (
+    5 / 16
+)  # of the sequence: in the third chunk of eight, the third rank's; the last two are the second's and the first's
 
 
 def layouts(length: int) -> dict[str, Mapping[str, object]]:
@@ -84,7 +87,7 @@ def train(job: Job, model: nn.Module, loss_of: Callable[[int], Tensor], lr: floa
 
 
 def read_bytes(job: Job, model: GPT, transport: SimTransport) -> dict[str, float]:
-    """Nats per held-out byte."""
+    """Nats per held-out byte; the mean over ranks is the whole's."""
     model = sequence_parallel(model, transport, codec=CODECS[job.name])
     windows = Windows(corpus(), job.length)
 
@@ -94,32 +97,39 @@ def read_bytes(job: Job, model: GPT, transport: SimTransport) -> dict[str, float
     train(job, model, lambda step: loss_of(windows.training(job.rows, job.seed, step, 0, 0)), 2e-3, transport)
     with torch.no_grad():
         losses = [loss_of(part).item() for part in windows.validation(0, 1, windows=64).split(4)]
-    return {"loss": statistics.mean(losses)}  # of this rank's bytes; the mean over ranks is the whole's
+    return {"loss": statistics.mean(losses)}
 
 
 # ---------------------------------------------------------------- retrieval
 
 
+def asked_at(length: int) -> Tensor:
+    """int64 [QUESTIONS]: where keys are asked for; each answer is the next token."""
+    return length // 4 * 3 + torch.arange(QUESTIONS) * (length // 4 // QUESTIONS)
+
+
 def questions(rows: int, length: int, generator: torch.Generator) -> Tensor:
-    """int64 [rows, length]: noise of 0 to 127; the pairs, 192 to 255; last keys, from 128, with values, from 184."""
+    """int64 [rows, length]: noise of 0 to 127; pairs, 192 to 255; keys that are asked for, 128 on; values, 184 on."""
     text = torch.randint(128, (rows, length), generator=generator)
     values = torch.randint(VALUES, (rows, KEYS), generator=generator)
     pairs = (192 + torch.arange(KEYS) * VALUES + values).repeat(1, BLOCK // KEYS)
     first = int(PAIRS_AT * length) // BLOCK * BLOCK
     text[:, first : first + BLOCK] = pairs.gather(1, torch.rand(rows, BLOCK, generator=generator).argsort(1))
-    asked = torch.rand(rows, KEYS, generator=generator).argsort(1)
-    text[:, -2 * KEYS :: 2] = 128 + asked
-    text[:, 1 - 2 * KEYS :: 2] = 184 + values.gather(1, asked)
+    asked = torch.randint(KEYS, (rows, QUESTIONS), generator=generator)
+    text[:, asked_at(length)] = 128 + asked
+    text[:, asked_at(length) + 1] = 184 + values.gather(1, asked)
     return text
 
 
 def retrieve(job: Job, model: nn.Module, transport: SimTransport) -> dict[str, float]:
-    """Nats per answer, and the share of right ones among 64 new questions."""
+    """Nats per answer, and the share of right ones in 64 new sequences; the means over ranks are the whole's."""
     model = sequence_parallel(model, transport, sparsity=layouts(job.length)[job.name])
+    places = Pieces(job.length, RANKS).positions(transport.rank)
+    here = torch.isin(places, asked_at(job.length))
 
     def answer(text: Tensor) -> tuple[Tensor, Tensor]:
         labels = torch.full_like(text, -100)
-        labels[:, 1 - 2 * KEYS :: 2] = text[:, 1 - 2 * KEYS :: 2]
+        labels[:, asked_at(job.length) + 1] = text[:, asked_at(job.length) + 1]
         out = model(input_ids=text, labels=labels)
         return out.loss, out.logits
 
@@ -129,14 +139,13 @@ def retrieve(job: Job, model: nn.Module, transport: SimTransport) -> dict[str, f
 
     train(job, model, loss_of, 5e-3, transport)
     text = questions(64, job.length, torch.Generator().manual_seed(-1 - job.seed))
-    losses, right = [], []
+    losses, right = [], 0
     with torch.no_grad():
         for part in text.split(job.rows):
             loss, logits = answer(part)
             losses.append(loss.item())
-            said = logits[:, -2 * KEYS :: 2].argmax(2)  # on the first rank, whose piece has the end
-            right.append((said == part[:, 1 - 2 * KEYS :: 2]).float().mean().item())
-    return {"loss": statistics.mean(losses), "right": statistics.mean(right)}
+            right += int((logits[:, here].argmax(2) == part[:, places[here] + 1]).sum())
+    return {"loss": statistics.mean(losses), "right": right * RANKS / (len(text) * QUESTIONS)}
 
 
 # ---------------------------------------------------------------- runs and report
@@ -155,8 +164,8 @@ def line_of(job: Job) -> dict:
         torch.manual_seed(job.seed)
         model = GPT2LMHeadModel(GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
         found = run_ranks(RANKS, lambda transport: retrieve(job, copy.deepcopy(model), transport), timeout_s=600.0)
-    loss = statistics.mean(its["loss"] for its in found)
-    return asdict(job) | found[0] | {"loss": loss, "cpu_s": time.process_time() - began, "revision": revision()}
+    means = {key: statistics.mean(its[key] for its in found) for key in found[0]}
+    return asdict(job) | means | {"cpu_s": time.process_time() - began, "revision": revision()}
 
 
 def report(lines: Sequence[dict]) -> Iterator[str]:
@@ -188,15 +197,15 @@ def main(argv: Sequence[str]) -> None:
     add("--seeds", type=int, default=3)
     add("--steps", type=int, default=400)
     add("--length", type=int, help="tokens; default 4,096 of bytes, and 32,768 of retrieval")
-    add("--rows", type=int, default=2, help="sequences a step; default: %(default)s")
+    add("--rows", type=int, help="sequences a step; default 2 of bytes, and 1 of retrieval")
     add_record(parser)
     args = parser.parse_args(argv)
     check_record(parser, args.results)
     torch.set_num_threads(1)
     has_bytes = args.task == "codecs"
-    length = args.length or (4096 if has_bytes else 32768)
+    length, rows = args.length or (4096 if has_bytes else 32768), args.rows or (2 if has_bytes else 1)
     names = CODECS if has_bytes else layouts(length)
-    jobs = [Job(args.task, name, seed, args.steps, length, args.rows) for seed in range(args.seeds) for name in names]
+    jobs = [Job(args.task, name, seed, args.steps, length, rows) for seed in range(args.seeds) for name in names]
     lines = read_lines(args.results)
     done = [Job(**{key: line[key] for key in asdict(jobs[0])}) for line in lines]
     lines += add_missing(jobs, done, line_of, args.results)
