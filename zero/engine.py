@@ -40,7 +40,7 @@ from .form import Form
 from .guards import Guard
 from .monitor import WallClock, Writer
 from .pipeline import run as pipeline
-from .pipeline.huggingface import pair_of
+from .pipeline.huggingface import own_loss, pair_of
 from .pipeline.layers import Loss, Stage, parts_of
 from .precision import LossScale, ScaleState, cast_floats, loss_scale, widen_batch_norms
 
@@ -314,7 +314,7 @@ class Engine:
         if self.pipeline is None:
             losses = []
             for inputs, target in batches:
-                loss = cast(Loss, self._loss_fn)(self(*_several(inputs)), target)
+                loss = cast(Loss, self._loss_fn)(self._outputs(inputs, target), target)
                 losses.append(loss.detach().float())
                 self.backward(loss)
                 self.step()
@@ -387,7 +387,7 @@ class Engine:
                 found = self.pipeline.evaluate(batches, judge)
             else:
                 with torch.no_grad():
-                    found = [judge(self(*_several(inputs)), target) for inputs, target in batches]
+                    found = [judge(self._outputs(inputs, target), target) for inputs, target in batches]
         finally:
             self.train(was_training)
         result: object = found
@@ -433,6 +433,10 @@ class Engine:
         """Return this rank's pieces if layers or stages split sequences; other models cut their own."""
         stage = parts_of(self.module)[0]
         return stage.cut(batches) if isinstance(stage, Stage) else batches
+
+    def _outputs(self, inputs: object, target: object) -> object:
+        """Call the module of a rank without a pipeline; a decoder of transformers computes its loss itself."""
+        return self(*_several(inputs), **({"labels": target} if self._loss_fn is own_loss else {}))
 
     def _own_batches(self) -> Iterator[pipeline.Batch]:
         """Return the given iterator, or else the loader's batches, from its current position."""

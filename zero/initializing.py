@@ -133,7 +133,7 @@ def initialize(
         model = next(iter(stages.values())) if len(stages) == 1 else Stages(list(stages.values()))
     else:
         if huggingface.is_decoder(model):
-            loss_fn = huggingface.loss_of(model)
+            loss_fn = huggingface.own_loss
         if read.zero_optimization.offload_param.device == "none":
             to_device(model, grid.device)
 

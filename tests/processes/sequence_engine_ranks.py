@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -97,6 +98,13 @@ def two_by_two(folder: str) -> None:
     with_grid = start("stage 1", None, grid=grids.start(timeout_s=30.0, shard=4, sequence=2))
     train(with_grid, STEPS)
     facts["stage 1 on a grid"] = {"weights": with_grid.module_state_dict()}
+    in_batches = start("stage 1", 2)
+    batches = ({"input_ids": ids, "labels": ids} for (ids,) in zero.data.forever(in_batches.loader))
+    facts["evaluated"] = float(in_batches.eval_batch(iter(list(islice(batches, 2)))))
+    in_batches = start("stage 1", 2)
+    batches = ({"input_ids": ids, "labels": ids} for (ids,) in zero.data.forever(in_batches.loader))
+    facts["by train_batch"] = {"loss": [float(in_batches.train_batch(batches)) for _ in range(STEPS)]}
+    facts["by train_batch"]["weights"] = in_batches.module_state_dict()
     engine = start("stage 1", None, mesh_param=(2, 2))
     facts["mesh"] = engine.grid.shape.sequence
     torch.save(facts | {"refused": refused()}, f"{folder}/{world.rank}.pt")

@@ -27,7 +27,7 @@ def test_it_equals_one_process_with_the_same_global_batch(ranks: list[dict[str, 
     """
     plain, sparse = alone(), alone(is_sparse=True)
     trained = [case for case in ranks[0] if "weights" in (ranks[0][case] if isinstance(ranks[0][case], dict) else ())]
-    assert len(trained) == len(CASES) + 3
+    assert len(trained) == len(CASES) + 4
     for case in trained:
         expected = sparse if case == "sparse" else plain
         for rank in ranks:
@@ -35,6 +35,15 @@ def test_it_equals_one_process_with_the_same_global_batch(ranks: list[dict[str, 
                 assert torch.equal(x, ranks[0][case]["weights"][name]), f"{case}: {name}"
                 if case != "local steps":
                     torch.testing.assert_close(x, expected[name], rtol=0, atol=2e-5, msg=lambda m, c=case: f"{c}: {m}")
+
+
+def test_a_decoder_in_one_module_computes_its_own_loss_of_a_whole_step(ranks: list[dict[str, Any]]) -> None:
+    """The mean over micro-batches and ranks, on all of them; the first step's, as nothing has been trained before."""
+    first = sum(sum(rank["stage 1"]["loss"][:2]) for rank in ranks) / 8
+    for rank in ranks:
+        assert rank["by train_batch"]["loss"] == ranks[0]["by train_batch"]["loss"]
+        assert rank["evaluated"] == pytest.approx(first, rel=1e-6)
+        assert rank["by train_batch"]["loss"][0] == pytest.approx(first, rel=1e-6)
 
 
 def test_ranks_of_a_sequence_read_the_same_data(ranks: list[dict[str, Any]]) -> None:

@@ -47,11 +47,10 @@ def is_decoder(model: object) -> bool:
 
 
 def loss_of(model: object) -> Loss:
-    """The model's own loss, called with its output or logits, and labels: the next token's cross-entropy."""
+    """The model's own loss of logits and labels: the next token's cross-entropy."""
     own = cast(Any, model)
 
-    def loss(output: object, labels: object) -> Tensor:
-        logits = getattr(output, "logits", output)
+    def loss(logits: object, labels: object) -> Tensor:
         given: dict[str, object] = {"labels": labels}
         if isinstance(labels, TargetPiece):
             given = {"labels": None, "shift_labels": labels.target, "num_items_in_batch": labels.tokens}
@@ -59,6 +58,11 @@ def loss_of(model: object) -> Loss:
         return found
 
     return loss
+
+
+def own_loss(output: object, labels: object) -> Tensor:
+    """The loss that a decoder in one module has computed, as it was called with labels: also of split sequences."""
+    return cast(Tensor, cast(Any, output).loss)
 
 
 class DecoderPipeline(PipelineModule):
