@@ -337,8 +337,11 @@ def test_a_missing_or_broken_library_is_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     load(monkeypatch, cpu, tmp_path / "_kernels.so")
+    kernels._select.cache_clear()
+    yield
+    kernels._select.cache_clear()
 
 
 @pytest.mark.usefixtures("not_built")
