@@ -177,7 +177,7 @@ MODELS: Mapping[str, Model] = {
         "T5",
         "ForConditionalGeneration",
         translated,
-        {"vocab_size": WORDS, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 3}
+        {"vocab_size": WORDS, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 6}
         | {"dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1},
     ),
     "BART": Model("Bart", "ForConditionalGeneration", translated, _BOTH | {"max_position_embeddings": 16}),

@@ -130,7 +130,7 @@ def test_slices_of_stacks_are_loaded_by_one_process(grid: str) -> None:
 
 OF_OURS = (
     *("ALBERT", "BART", "BERT", "CLIP", "DINOv2", "DistilBERT", "ELECTRA", "GPT-2", "ModernBERT", "OPT", "Phi-3"),
-    *("RoBERTa", "ViT", "Wav2Vec2", "Whisper"),
+    *("RoBERTa", "T5", "ViT", "Wav2Vec2", "Whisper"),
 )
 
 

@@ -1,10 +1,11 @@
 """Tensor parallelism for inference: each rank keeps a part of every linear layer. Works over any transport.
 
 1. A plan gives each layer a style by name: injection_policy, otherwise the model's own (`own_plan`).
-2. "colwise": a rank keeps its part of the outputs. "packed_colwise:P": the same for each of P matrices stacked in one.
-   "colwise_gather_output": then all ranks get all outputs. "rowwise": a rank keeps its part of the inputs, and the
-   ranks add up their products; with "rowwise_split_input" it takes its inputs out of all. "moe_tp_experts": the same
-   for the experts of a mixture in one module. Embeddings, norms and layers without a style stay whole on every rank.
+2. "colwise": a rank keeps its part of the outputs, or of a table's columns (T5's biases of heads).
+   "packed_colwise:P": the same for each of P matrices stacked in one. "colwise_gather_output": then all ranks get all
+   outputs. "rowwise": a rank keeps its part of the inputs, and the ranks add up their products; with
+   "rowwise_split_input" it takes its inputs out of all. "moe_tp_experts": the same for the experts of a mixture in one
+   module. Other embeddings, norms and layers without a style stay whole on every rank.
 3. A forward pass of T tokens sends float32: for each "rowwise" layer (W-1)·4·T·D bytes if these are few, and every rank
    adds up all parts, otherwise 2·(W-1)/W·4·T·D in an all-reduce; and (W-1)/W·4·T·N for each gathered output. `plan.py`
    counts them.
@@ -86,6 +87,9 @@ def split(model: nn.Module, plan: Plan, transport: Transport) -> None:
     number = _number_of(transport)
     for name, style in plan.items():
         module = model.get_submodule(name)
+        if isinstance(module, nn.Embedding):
+            replace(model, name, nn.Embedding.from_pretrained(module.weight.detach().chunk(W, 1)[rank].contiguous()))
+            continue
         if style == STYLE:
             cut(module, rank, W, partial(torch.ops.onebit.sum_over_ranks, transport=number))
             continue
@@ -121,6 +125,8 @@ def _sizes(style: str, layer: nn.Module, model: nn.Module) -> tuple[int, ...]:
     kind, _, detail = style.partition(":")
     if kind == "packed_colwise":
         return stack_sizes(detail, layer, model)
+    if isinstance(layer, nn.Embedding):
+        return (layer.embedding_dim,)
     N, K = matrix_of(layer).shape
     return (K,) if kind in ("rowwise", *_TAKE) else (N,)
 
@@ -128,9 +134,11 @@ def _sizes(style: str, layer: nn.Module, model: nn.Module) -> tuple[int, ...]:
 def _by_names(model: nn.Module, layers: Iterable[str], policy: Plan | None) -> dict[str, str]:
     """The styles from patterns of names; without a policy from the model's own plan."""
     plan = policy or own_plan(model)
+    tables = [name for name, module in model.named_modules() if type(module) is nn.Embedding]
     found: dict[str, str] = {}
     for pattern, style in plan.items():
-        matched = [name for name in layers if matches(name, pattern)]
+        places = [*layers, *tables] if style == "colwise" else layers
+        matched = [name for name in places if matches(name, pattern)]
         if not matched and policy is not None:
             raise ValueError(f"injection_policy: {pattern!r} matches no linear layer; there are {patterns(layers)}")
         if matched and style not in WHOLE:

@@ -72,6 +72,10 @@ KNOWN: Mapping[str, Mapping[str, str]] = {
         **_halves("layers.*", "", "self_attn.o_proj mlp.down_proj"),
     },
     "roberta": _OF_BERT,
+    "t5": {
+        **_halves("layer.*.*Attention", "q k v relative_attention_bias", "o"),
+        **_halves("layer.*.DenseReluDense", "wi wi_0 wi_1", "wo"),
+    },
     "vit": _halves("layers.*", *_OF_VIT),
     "wav2vec2": _halves(
         "encoder.layers.*",
@@ -90,6 +94,7 @@ WIDTHS: Mapping[str, tuple[str, ...]] = {
     "GPT2Attention": ("split_size",),
     "OPTAttention": ("num_heads",),
     "Phi3Attention": ("num_key_value_heads", "config.num_attention_heads"),
+    "T5Attention": ("n_heads",),
     "WhisperAttention": ("num_heads",),
 }
 """Widths that modules keep as attributes and use in forward, to be divided with their outputs, by class."""
