@@ -84,13 +84,18 @@ class ContinuousBatch:
             chunk: Tokens of a prompt that a step reads (default 256).
 
         Raises:
-            ValueError: rows or chunk is below 1, the model does not decode, or the engine replays CUDA graphs, which
-                are of one shape.
+            ValueError: rows or chunk is below 1, the model does not decode or has an encoder, or the engine replays
+                CUDA graphs, which are of one shape.
         """
         if rows < 1 or chunk < 1:
             raise ValueError(f"expected rows and chunk of at least 1, got {rows} and {chunk}")
         if engine.config.enable_cuda_graph:
             raise ValueError("a batch that requests join has no one shape to replay: set enable_cuda_graph to false")
+        if engine.has_encoder:
+            raise ValueError(
+                f"{type(engine.module).__name__} encodes inputs, which a batch that requests join does not do; call "
+                "engine.generate() with a batch of inputs"
+            )
         engine.check([torch.zeros(1, dtype=torch.int64, device="cpu")], 1)
         self.engine, self.rows = engine, rows
         self.running: list[Request] = []

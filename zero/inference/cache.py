@@ -1,25 +1,54 @@
 """Keys and values of the tokens so far, at fixed addresses, as a compiled step and a CUDA graph need them.
 
-Shape legend: B rows, H heads, T new tokens, S slots, d features of a head.
+Shape legend: B rows, H heads, T new tokens, S slots, d features of a head, E positions of an encoder's output.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
+@dataclass
+class Source:
+    """What the rows of a cache attend to besides their own tokens.
+
+    Attributes:
+        outputs: The encoder's outputs, as transformers returns them.
+        mask_BE: int64, 0 for padding of the inputs; None if there is none.
+        cross: transformers' cache of the keys and values of the outputs, which the first pass fills.
+    """
+
+    outputs: Any
+    mask_BE: Tensor | None
+    cross: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the encoder's outputs and of their keys and values."""
+        kept = [x for layer in self.cross.layers for x in (layer.keys, layer.values) if x is not None]
+        return int(sum(x.nbytes for x in (self.outputs[0], *kept)))
+
+
 class StaticCache:
-    """The cache of all layers, with `slots` tokens per row. The first `update` of each layer allocates its memory."""
+    """The cache of all layers, with `slots` tokens per row. The first `update` of each layer allocates its memory.
+
+    source: What an encoder-decoder has encoded for these rows; None for a decoder.
+    """
 
     def __init__(self, slots: int):
         self.slots = slots
         self.rows = 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self.source: Source | None = None
 
-    def fit(self, rows: int) -> None:
+    def fit(self, rows: int, source: Source | None = None) -> None:
         """Make the cache fit this many rows: a cache with another number is dropped."""
+        self.source = source
         if rows != self.rows:
             self.rows, self.keys, self.values = rows, {}, {}
 
@@ -42,16 +71,22 @@ class StaticCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (*self.keys.values(), *self.values.values()))
+        own = sum(x.nbytes for x in (*self.keys.values(), *self.values.values()))
+        return own + (0 if self.source is None else self.source.nbytes)
 
 
 class CacheView:
-    """What a model gets as `past_key_values` or `cache`: of transformers' caches: `update`, `get_seq_length`."""
+    """What a model gets as `past_key_values` or `cache`: of transformers' caches: `update`, `get_seq_length`.
+
+    source: As the cache's.
+    """
 
     is_compileable = True
+    is_sliding = is_linear = is_dummy = ()  # by layer, asked of the pair with a cross-attention's cache: none is
 
     def __init__(self, cache: StaticCache, slots: Tensor, width: int, rows: slice):
         self._cache, self._slots, self._width, self._rows = cache, slots, width, rows
+        self.source = cache.source
 
     def update(
         self, keys_BHTd: Tensor, values_BHTd: Tensor, layer: int, *_: object, **__: object

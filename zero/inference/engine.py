@@ -6,6 +6,8 @@
 3. Rank 0 broadcasts the token it chose for every row, so that ranks cannot diverge.
 4. A decode step puts one token of every row into the next slot. It is compiled if the configuration asks for it.
 
+An encoder-decoder encodes its inputs first, once. Its decoder's prompts then take this way (`encoded.py`).
+
 Shape legend: B rows, T tokens of the longest prompt, S slots that are read, V logits.
 """
 
@@ -21,9 +23,10 @@ from torch import Tensor, nn
 
 from ...comm import Transport
 from ...comm.messages import gather_texts
-from .cache import StaticCache
+from .cache import Source, StaticCache
 from .config import InferenceConfig
-from .requests import Choice, Options, Prompts, choice_of, ends_of, mask_of, pad_of, rows_of
+from .encoded import EncoderDecoder, decoder_of, inputs_of, source_of
+from .requests import Choice, Options, Prompts, choice_of, ends_of, mask_of, pad_of, rows_of, start_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,11 +48,12 @@ class InferenceEngine:
 
     def __init__(self, module: nn.Module, config: InferenceConfig, transport: Transport):
         self.module, self.config, self.transport = module, config, transport
+        self._decoder = decoder_of(module)
         self.slots = min(config.max_out_tokens, longest(module) or config.max_out_tokens)
         self._stepped, self._free = StaticCache(self.slots), [StaticCache(self.slots)]
         named = {"use_cache": True, "logits_to_keep": 1}
-        self._cache_name = cache_name(module)
-        taken = inspect.signature(module.forward).parameters
+        self._cache_name = cache_name(self._decoder)
+        taken = inspect.signature(self._decoder.forward).parameters
         self._named = {name: value for name, value in named.items() if name in taken}
         self._windows = windows_of(module)
         self._dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
@@ -62,15 +66,23 @@ class InferenceEngine:
 
     @torch.no_grad()
     def __call__(self, *inputs: object, **named: object) -> Any:
+        self._check_call(inputs, named)
+        return self.module(*inputs, **named)
+
+    def _check_call(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
         if self.before_first_call is not None:
             self.before_first_call(inputs, named)
             self.before_first_call = None
-        return self.module(*inputs, **named)
 
     @property
     def device(self) -> torch.device:
         """The device of the model."""
         return next(iter([*self.module.parameters(), *self.module.buffers()])).device
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether the model encodes inputs, and its decoder answers them."""
+        return isinstance(self._decoder, EncoderDecoder)
 
     @property
     def vocabulary(self) -> int | None:
@@ -105,34 +117,37 @@ class InferenceEngine:
         A model of transformers gives the same tokens as its own `generate`.
 
         Args:
-            prompts: Sequences of tokens of any lengths, or an integer tensor [B, T] padded on the left.
+            prompts: Sequences of tokens of any lengths, or an integer tensor [B, T] padded on the left. For an
+                encoder-decoder its encoder's inputs: the same padded on any side, or a tensor of features [B, ...].
             max_new_tokens: The most tokens to add.
             attention_mask: For a tensor of prompts, [B, T]: 1 for text, 0 for padding. None (default): pad tokens are
-                padding, unless the pad token is also an end token.
+                padding, unless the pad token is also an end token; to an encoder, as in transformers, all are text.
             **options: do_sample, temperature, top_k, top_p, seed, eos_token_id, pad_token_id; for a model of
                 transformers also the other options of a GenerationConfig.
 
         Returns:
             For sequences a list with a tensor for each, with the end token. For a tensor a tensor [B, T + n], filled
-            after an end with the pad token, or without one with the first end token.
+            after an end with the pad token, or without one with the first end token. Of an encoder-decoder the
+            decoder's prompts with the answers.
 
         Raises:
             ValueError: On all ranks: a prompt with its answer does not fit into the cache, or an option is not
                 supported.
             TypeError: The prompts have another form, or an option is unknown.
         """
-        steps = list(self.stream(prompts, max_new_tokens=max_new_tokens, attention_mask=attention_mask, **options))
-        answers = [[token for step in steps if (token := step[b]) is not None] for b in range(len(prompts))]
+        rows, choice, source = self._begin(prompts, max_new_tokens, attention_mask, options)
+        ends, pad = ends_of(self.module, options), pad_of(self.module, options)
+        steps = list(self._steps(rows, max_new_tokens, set(ends), choice, source))
+        answers = [[token for step in steps if (token := step[b]) is not None] for b in range(len(rows))]
         if not isinstance(prompts, Tensor):
-            rows = rows_of(prompts, None)
             return [
                 torch.cat([row, torch.tensor(new, dtype=torch.int64, device="cpu")])
                 for row, new in zip(rows, answers, strict=True)
             ]
-        pad, ends = pad_of(self.module, options), ends_of(self.module, options)
         pad = (ends or [0])[0] if pad is None else pad
         padded = [new + [pad] * (len(steps) - len(new)) for new in answers]
-        return torch.cat([prompts, torch.tensor(padded, dtype=prompts.dtype, device=prompts.device)], 1)
+        before = prompts if source is None else torch.stack(rows).to(prompts.device)
+        return torch.cat([before, torch.tensor(padded, dtype=before.dtype, device=before.device)], 1)
 
     def stream(
         self,
@@ -147,15 +162,35 @@ class InferenceEngine:
         All ranks must iterate together, and stop at the same step. Several streams may be open at once, each with a
         cache of its own, if all ranks advance them in the same order.
         """
-        ends, pad = ends_of(self.module, options), pad_of(self.module, options)
-        mask = mask_of(prompts, attention_mask, pad, ends)
-        rows = rows_of(prompts, mask)
-        self.check(rows, max_new_tokens)
-        self._agree(f"{[row.tolist() for row in rows]} {max_new_tokens} {ends} {pad} {sorted(options.items())}")
-        choice = choice_of(self.module, prompts, mask, max_new_tokens, options, self.device)
-        return self._steps(rows, max_new_tokens, set(ends), choice)
+        rows, choice, source = self._begin(prompts, max_new_tokens, attention_mask, options)
+        return self._steps(rows, max_new_tokens, set(ends_of(self.module, options)), choice, source)
 
-    def step(self, tokens_BT: Tensor, slot: int) -> Tensor:
+    def _begin(
+        self, prompts: Prompts, most: int, attention_mask: Tensor | None, options: Options
+    ) -> tuple[list[Tensor], Choice, Source | None]:
+        """The decoder's prompts, how the tokens after them are chosen, and what an encoder has made of the prompts."""
+        if most < 1:
+            raise ValueError(f"expected max_new_tokens of at least 1, got {most}")
+        ends, pad = ends_of(self.module, options), pad_of(self.module, options)
+        asked = f"{most} {ends} {pad} {sorted(options.items())}"
+        if not self.has_encoder:
+            mask = mask_of(prompts, attention_mask, pad, ends)
+            rows = rows_of(prompts, mask)
+            self.check(rows, most)
+            self._agree(f"{[row.tolist() for row in rows]} {asked}")
+            return rows, choice_of(self.module, prompts, mask, most, options, self.device), None
+        inputs, mask = self._inputs(prompts, attention_mask)
+        self._agree(f"{inputs.tolist()} {None if mask is None else mask.tolist()} {asked}")
+        if self.before_first_call is not None:
+            first = torch.zeros(len(inputs), 1, dtype=torch.int64, device=self.device)
+            self._check_call((inputs,), {"attention_mask": mask, "decoder_input_ids": first})
+        rows, choice, named = start_of(self.module, inputs, mask, most, options)
+        self.check(rows, most)
+        return rows, choice, source_of(named)
+
+    def step(
+        self, tokens_BT: Tensor, slot: int, inputs: Prompts | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
         """One forward pass over the cache, for callers that choose tokens by their own rules. Not compiled.
 
         All ranks call it with the same arguments.
@@ -163,16 +198,20 @@ class InferenceEngine:
         Args:
             tokens_BT: int64 [B, T], the tokens of the slots from `slot` on.
             slot: How many slots of each row are filled already; 0 begins new rows.
+            inputs: Of an encoder-decoder with slot 0: what it encodes, as in `generate`.
+            attention_mask: With a tensor of inputs: 1 for text, 0 for padding.
 
         Returns:
             The logits [B, V] after the last tokens.
 
         Raises:
-            ValueError: The tokens do not fit into the cache.
+            ValueError: The tokens do not fit into the cache, or inputs are missing or not expected.
         """
         B, T = tokens_BT.shape
+        if (inputs is not None) != (self.has_encoder and slot == 0):
+            raise ValueError("step(inputs=...) is for encoder-decoders, which need it with slot 0 and only there")
         if slot == 0:
-            self._stepped.fit(B)
+            self._stepped.fit(B, None if inputs is None else self._encode(inputs, attention_mask))
         if slot + T > self.slots:
             raise ValueError(
                 f"slot {slot} and {T} tokens do not fit into a cache of {self.slots}; raise max_out_tokens"
@@ -182,13 +221,21 @@ class InferenceEngine:
         starts_B = torch.zeros(B, dtype=torch.int64, device=device)
         return self.run(self._stepped, tokens_BT.to(device), starts_B, slots_T, slot + T)
 
-    def _steps(self, rows: Sequence[Tensor], most: int, ends: set[int], choice: Choice) -> Iterator[list[int | None]]:
+    @torch.no_grad()
+    def _encode(self, inputs: Prompts, attention_mask: Tensor | None) -> Source:
+        x, mask = self._inputs(inputs, attention_mask)
+        outputs = self.module.get_encoder()(x, attention_mask=mask)  # type: ignore[operator]
+        return source_of({"encoder_outputs": outputs, "attention_mask": mask})
+
+    def _steps(
+        self, rows: Sequence[Tensor], most: int, ends: set[int], choice: Choice, source: Source | None
+    ) -> Iterator[list[int | None]]:
         T, device = max(map(len, rows)), self.device
         starts_B = torch.tensor([T - len(row) for row in rows], device=device, dtype=torch.int64)
         tokens_BT = torch.stack([torch.cat([row.new_zeros(T - len(row)), row]) for row in rows]).to(device)
         cache = self._free.pop() if self._free else StaticCache(self.slots)
         try:
-            cache.fit(len(rows))
+            cache.fit(len(rows), source)
             logits_BV = self.run(cache, tokens_BT, starts_B, torch.arange(T, device=device), T)
             has_ended = [False] * len(rows)
             for slot in range(T, T + most):
@@ -207,6 +254,7 @@ class InferenceEngine:
                 )
                 logits_BV = self.run(cache, chosen_B[:, None], starts_B, at, width, decodes=True)
         finally:
+            cache.source = None
             self._free.append(cache)
 
     def run(
@@ -265,7 +313,7 @@ class InferenceEngine:
         mask = masks_B1TS.get(ALL_LAYERS, masks_B1TS)  # a model with layers of several kinds takes a mask of each
         view = cache.at(slots, next(iter(masks_B1TS.values())).shape[3], slice(first, first + len(tokens_BT)))
         named = {"attention_mask": mask, "position_ids": positions_BT, self._cache_name: view}
-        return outputs_of(self.module(tokens_BT, **named, **self._named))[:, -1]
+        return outputs_of(self._decoder(tokens_BT, **named, **self._named))[:, -1]
 
     # ---------------------------------------------------------------- what is asked
 
@@ -275,16 +323,27 @@ class InferenceEngine:
             raise ValueError(f"{why}; call the engine like the model instead of generate()")
         if not rows or min(map(len, rows)) == 0 or most < 1:
             raise ValueError("expected prompts of at least one token each, and max_new_tokens of at least 1")
-        least, greatest = min(int(row.min()) for row in rows), max(int(row.max()) for row in rows)
-        if least < 0 or greatest >= (self.vocabulary or greatest + 1):
-            known = f" to {self.vocabulary - 1}" if self.vocabulary else ""
-            raise ValueError(f"expected tokens from 0{known}, got {least} to {greatest}")
+        self._check_tokens(rows)
         if (longest_row := max(map(len, rows))) + most > self.slots:
             limit = longest(self.module)
             raise ValueError(
                 f"a prompt of {longest_row} tokens and {most} new ones do not fit into the cache of {self.slots}: "
                 f"shorten them, or raise max_out_tokens{f', up to the {limit} of the model' if limit else ''}"
             )
+
+    def _inputs(self, inputs: Prompts, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Inputs of an encoder on its device, features in its dtype. Raises as `inputs_of`, and for unknown tokens."""
+        x, mask = inputs_of(inputs, attention_mask)
+        if not x.is_floating_point():
+            self._check_tokens([*x])
+        x = x.to(self.device, self._dtype if x.is_floating_point() else torch.int64)
+        return x, None if mask is None else mask.to(self.device)
+
+    def _check_tokens(self, rows: Sequence[Tensor]) -> None:
+        least, greatest = min(int(row.min()) for row in rows), max(int(row.max()) for row in rows)
+        if least < 0 or greatest >= (self.vocabulary or greatest + 1):
+            known = f" to {self.vocabulary - 1}" if self.vocabulary else ""
+            raise ValueError(f"expected tokens from 0{known}, got {least} to {greatest}")
 
     def _agree(self, asked: str) -> None:
         if self.transport.world_size > 1:
@@ -297,7 +356,7 @@ class InferenceEngine:
 
 def why_no_decoding(model: nn.Module) -> str | None:
     """Why a model cannot decode over the cache; None if it can."""
-    name, config = type(model).__name__, getattr(model, "config", None)
+    name, config, model = type(model).__name__, getattr(model, "config", None), decoder_of(model)
     missing = {cache_name(model), "position_ids", "attention_mask"} - inspect.signature(model.forward).parameters.keys()
     if missing or not getattr(model, "can_generate", lambda: True)():
         lacks = ", ".join(sorted(missing)) or "cache"
@@ -328,7 +387,9 @@ def cache_name(model: nn.Module) -> str:
 
 def longest(model: nn.Module) -> int | None:
     """The most tokens that the model has positions for; None if it does not tell."""
-    found = getattr(getattr(model, "config", None), "max_position_embeddings", None) or getattr(model, "context", None)
+    config = getattr(model, "config", None)
+    names = ("max_position_embeddings", "max_target_positions")
+    found = next((found for name in names if (found := getattr(config, name, None))), getattr(model, "context", None))
     return found if isinstance(found, int) else None
 
 

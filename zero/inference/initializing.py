@@ -26,6 +26,7 @@ from ..parallel.experts import is_experts
 from ..parallel.model_plan import patterns
 from .codes import serve_codes
 from .config import InferenceConfig, read_inference_config
+from .encoded import decoder_of
 from .engine import InferenceEngine, cache_name, longest, outputs_of, why_no_decoding
 from .experts import quantize_experts
 from .layers import quantize, serve_linears
@@ -74,6 +75,11 @@ def init_inference(
         raise ValueError(
             "enable_cuda_graph with packed experts: each step looks up which of them run, and cannot be replayed; "
             "remove one of the two options"
+        )
+    if read.enable_cuda_graph and decoder_of(served) is not served:
+        raise ValueError(
+            f"enable_cuda_graph with {type(served).__name__}: its decoder reads inputs of many lengths, and cannot be "
+            "replayed; remove the option"
         )
     if read.checkpoint is not None:
         problem = None
@@ -262,12 +268,17 @@ def _probe(model: nn.Module) -> Tensor | None:
     if not has_tokens and why_no_decoding(model) is not None:
         return None
     try:
-        return outputs_of(model(_tokens(model)))
+        return _on_tokens(model)
     except PeerError:
         raise
     except Exception as error:
         log.info("%s cannot be checked on a few tokens: %s", type(model).__name__, error)
         return None
+
+
+def _on_tokens(model: nn.Module) -> Tensor:
+    tokens = _tokens(model)
+    return outputs_of(model(tokens) if decoder_of(model) is model else model(tokens, decoder_input_ids=tokens))
 
 
 def _tokens(model: nn.Module) -> Tensor:
@@ -279,7 +290,7 @@ def _tokens(model: nn.Module) -> Tensor:
 def _check_split(whole: Tensor | None, model: nn.Module, transport: Transport) -> None:
     """Raise ValueError, on all ranks, if the tensor plan has cut layers in the wrong way."""
     if whole is not None:
-        _compare([whole], lambda: [outputs_of(model(_tokens(model)))], _tolerance(whole), transport)
+        _compare([whole], lambda: [_on_tokens(model)], _tolerance(whole), transport)
 
 
 def _check_first_call(
@@ -348,7 +359,7 @@ def _check_cache(engine: InferenceEngine) -> None:
     T = tokens.shape[1]
     before = max(T - 2, 1)
     try:
-        logits = engine.step(tokens[:, :before], 0)
+        logits = engine.step(tokens[:, :before], 0, tokens if engine.has_encoder else None)
         for slot in range(before, T):
             logits = engine.step(tokens[:, slot : slot + 1], slot)
     except (AttributeError, TypeError) as error:

@@ -8,8 +8,10 @@ Shape legend: B rows, T tokens of the longest prompt, V logits; G rows of a grou
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -26,7 +28,8 @@ class Options(TypedDict, total=False):
 
     `eos_token_id` ends a row: absent, the model's generation_config decides; [] means that nothing ends it.
     `pad_token_id` stands before prompts and after ends. `seed` is that of the sampling. For do_sample, temperature,
-    top_k and top_p see `Sampling`; all others are a GenerationConfig's, and only for models of transformers.
+    top_k and top_p see `Sampling`; all others are a GenerationConfig's, and only for models of transformers. `language`
+    and `task` are of Whisper.
     """
 
     eos_token_id: int | Sequence[int] | None
@@ -48,7 +51,11 @@ class Options(TypedDict, total=False):
     min_new_tokens: int
     suppress_tokens: list[int]
     begin_suppress_tokens: list[int]
+    forced_bos_token_id: int
     forced_eos_token_id: int | list[int]
+    decoder_start_token_id: int
+    language: str | list[str]
+    task: str
     exponential_decay_length_penalty: tuple[int, float]
     num_beams: int
 
@@ -182,8 +189,6 @@ def choice_of(
         TypeError: An option is unknown.
         ValueError: An option is not supported, or has no effect.
     """
-    generator, seed = torch.Generator(), options.get("seed")
-    _ = generator.seed() if seed is None else generator.manual_seed(seed)
     given = {name: value for name, value in options.items() if name not in ("eos_token_id", "pad_token_id", "seed")}
     by_length: dict[int, list[int]] = {}
     whole = rows_of(prompts, None)
@@ -197,24 +202,43 @@ def choice_of(
         how = Sampling(**given)  # type: ignore[arg-type]
         for group in groups:
             group.rules = how
-        return Choice(how.do_sample, groups if how.do_sample else [], generator)
-    if unknown := given.keys() - vars(transformers.GenerationConfig()).keys() | given.keys() & {"max_length"}:
-        raise TypeError(
-            f"generate() takes no {', '.join(sorted(unknown))}: expected options of a GenerationConfig; max_new_tokens "
-            "says how long answers are"
-        )
-    given |= {"eos_token_id": ends_of(model, options) or None, "pad_token_id": pad_of(model, options)}
+        return Choice(how.do_sample, groups if how.do_sample else [], _generator(options))
     do_sample = False
     for group in groups:
         tokens = group.tokens_GT
         seen = torch.ones_like(tokens) if mask is None else mask[group.rows].to(device)
-        config, group.rules = _transformers_rules(model, tokens, seen, most, given)
+        _, config, group.rules, _ = transformers_start(model, tokens, seen, most, options)
         do_sample = bool(config.do_sample)
-    if not do_sample and (idle := given.keys() & _OF_DRAWS):
-        raise ValueError(
-            f"{', '.join(sorted(idle))} has no effect without do_sample=True: pass it, or remove the others"
-        )
-    return Choice(do_sample, [group for group in groups if group.rules is not _as_they_are], generator)
+    return Choice(do_sample, [group for group in groups if group.rules is not _as_they_are], _generator(options))
+
+
+def start_of(
+    model: nn.Module, inputs: Tensor, mask: Tensor | None, most: int, options: Options
+) -> tuple[list[Tensor], Choice, dict[str, Any]]:
+    """What an encoder-decoder of transformers begins with.
+
+    Args:
+        model: The model, whose encoder runs.
+        inputs: What it encodes, on its device.
+        mask: Which of the inputs are no padding, or None.
+        most: The most new tokens.
+        options: The options of `generate`.
+
+    Returns:
+        The decoder's prompts on the CPU, how the tokens after them are chosen, and what else the model's forward takes.
+
+    Raises:
+        TypeError, ValueError: As `choice_of`.
+    """
+    tokens_BT, config, rules, named = transformers_start(model, inputs, mask, most, options)
+    groups = [] if rules is _as_they_are else [Group(list(range(len(tokens_BT))), tokens_BT, rules)]
+    return list(tokens_BT.cpu()), Choice(bool(config.do_sample), groups, _generator(options)), named
+
+
+def _generator(options: Options) -> torch.Generator:
+    generator, seed = torch.Generator(), options.get("seed")
+    _ = generator.seed() if seed is None else generator.manual_seed(seed)
+    return generator
 
 
 _OF_DRAWS = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
@@ -228,6 +252,10 @@ _ELSEWHERE = {
     "output_scores": "the answer is tokens; step() gives logits",
     "output_logits": "the answer is tokens; step() gives logits",
     "output_attentions": "the answer is tokens",
+    "return_timestamps": "pass inputs of one segment each, and read the tokens",
+    "no_speech_threshold": "it skips segments by their probability",
+    "logprob_threshold": "it decodes again at other temperatures",
+    "compression_ratio_threshold": "it decodes again at other temperatures",
     "output_hidden_states": "the answer is tokens",
 }
 """Options of transformers' generate that this one does not support, and what to do instead."""
@@ -237,29 +265,57 @@ def _as_they_are(tokens_GT: Tensor, logits_GV: Tensor) -> Tensor:
     return logits_GV
 
 
-def _transformers_rules(
-    model: nn.Module, tokens_GT: Tensor, mask_GT: Tensor, most: int, given: Mapping[str, object]
-) -> tuple[Any, Rules]:
-    """The GenerationConfig and processors that transformers' own generate would use for these prompts."""
+class _Left(Exception):
+    """transformers' generate has prepared everything, and would begin to decode."""
+
+
+def transformers_start(
+    model: nn.Module, inputs: Tensor, mask: Tensor | None, most: int, options: Options
+) -> tuple[Tensor, Any, Rules, dict[str, Any]]:
+    """What transformers' own generate would begin to decode with.
+
+    Returns:
+        The tokens of the (decoder's) prompts, the GenerationConfig, the processors, and the other arguments of forward.
+    """
+    transformers = sys.modules["transformers"]
+    generate = type(model).generate  # type: ignore[attr-defined]
+    given: dict[str, Any] = {name: value for name, value in options.items() if name != "seed"}
+    taken = inspect.signature(generate).parameters.keys()
+    known = vars(transformers.GenerationConfig()).keys() | taken & {"language", "task"}
+    if unknown := given.keys() - known | given.keys() & {"max_length"}:
+        raise TypeError(
+            f"generate() takes no {', '.join(sorted(unknown))}: expected options of a GenerationConfig; max_new_tokens "
+            "says how long answers are"
+        )
+    given |= {"eos_token_id": ends_of(model, options) or None, "pad_token_id": pad_of(model, options)}
     for name, remedy in _ELSEWHERE.items():
         asked = given.get(name, getattr(model.generation_config, name, None))
         if asked and (asked is True or asked != 1):  # the number 1 is the neutral value
             raise ValueError(
                 f"{name}={asked!r}, of the options or the model's generation_config, cannot be followed here: {remedy}"
             )
-    found: list[tuple[Any, Any]] = []
+    if "return_timestamps" in taken:  # None would begin long inputs, and take only their first segment
+        given["return_timestamps"] = False
+    found: dict[str, Any] = {}
 
-    def take(_: object, tokens: Tensor, *, generation_config: Any, logits_processor: Any, **others: object) -> Tensor:
-        found.append((generation_config, logits_processor))
-        return tokens
+    def take(_: object, tokens: Tensor, **named: object) -> None:
+        found.update(named, tokens=tokens)
+        raise _Left
 
-    generate = sys.modules["transformers"].GenerationMixin.generate
-    fixed = {"attention_mask": mask_GT, "max_new_tokens": most, "use_cache": False}
-    generate(model, tokens_GT, custom_generate=take, **fixed, **given)
-    config, rules = found[0]
+    with contextlib.suppress(_Left):
+        generate(
+            model, inputs, custom_generate=take, attention_mask=mask, max_new_tokens=most, use_cache=False, **given
+        )
+    config, rules = found["generation_config"], found["logits_processor"]
     if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample"):
         raise ValueError(
             f"this asks for {mode}, which is not here: of num_beams, penalty_alpha, prompt_lookup_num_tokens and their "
             "like, in the options and in the model's generation_config, none can be followed"
         )
-    return config, rules if len(rules) else _as_they_are
+    if not config.do_sample and (idle := given.keys() & _OF_DRAWS):
+        raise ValueError(
+            f"{', '.join(sorted(idle))} has no effect without do_sample=True: pass it, or remove the others"
+        )
+    if given.get("do_sample") and not config.do_sample:
+        raise ValueError(f"do_sample has no effect on {type(model).__name__}, which draws if a temperature is given")
+    return found["tokens"], config, rules if len(rules) else _as_they_are, found
