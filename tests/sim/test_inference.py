@@ -181,6 +181,41 @@ def test_ranks_give_the_logits_and_tokens_of_one(kind: str, ranks: int) -> None:
         assert same(tokens, alone)
 
 
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["llama", "phi3", "mixtral"])
+def test_widths_that_ranks_do_not_divide(kind: str, ranks: int) -> None:
+    """Of the head's outputs, between the two halves of an MLP, and in experts, of which some ranks have one more."""
+    config = copy.deepcopy(of_transformers(kind).config)
+    torch.manual_seed(5)
+    config.vocab_size, config.intermediate_size, config.num_key_value_heads = 257, 41, 4  # type: ignore[union-attr]
+    config._experts_implementation = "eager"  # type: ignore[union-attr]  # torch's grouped product takes no odd widths
+    model, (text,) = type(of_transformers(kind))(config).eval(), prompts(9)  # type: ignore[call-arg]
+    whole, answer = logits_of(model, text[None]), model.generate(text[None], max_new_tokens=8)
+
+    def serve(transport: SimTransport, dtype: str) -> tuple[Tensor, Tensor, int]:
+        engine = init_inference(model, mp_size=ranks, transport=transport, dtype=dtype)
+        return logits_of(engine, text[None]), engine.generate(text[None], max_new_tokens=8), engine.held_bytes  # type: ignore[return-value]
+
+    held = init_inference(model).held_bytes
+    for logits, tokens, bytes_of_rank in run_ranks(ranks, functools.partial(serve, dtype="fp32")):
+        torch.testing.assert_close(logits, whole, rtol=0, atol=1e-5)
+        assert torch.equal(tokens, answer) and bytes_of_rank < 0.75 * held
+    for logits, *_ in run_ranks(ranks, functools.partial(serve, dtype="int8")):
+        assert float((logits - whole).abs().max() / whole.abs().max()) < 0.05
+
+
+def test_layers_narrower_than_the_ranks() -> None:
+    """A rank may have no output, or no input, at all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 5), nn.Linear(5, 3), nn.Linear(3, 2))
+    policy = {"0": "colwise", "2": "rowwise", "3": "colwise_gather_output", "4": "rowwise_split_input"}
+    x = torch.randn(4, 5)
+    for out in run_ranks(4, lambda t: init_inference(model, mp_size=4, injection_policy=policy, transport=t)(x)):
+        torch.testing.assert_close(out, model(x).detach(), rtol=0, atol=1e-6)
+
+
 def test_groups_of_ranks_serve_side_by_side() -> None:
     def serve(transport: SimTransport) -> tuple[int, list[Tensor]]:
         engine = init_inference(gpt(), tensor_parallel={"tp_size": 2}, transport=transport)
@@ -744,6 +779,9 @@ def test_models_that_do_not_decode() -> None:
 def test_heads_that_ranks_do_not_divide() -> None:
     with pytest.raises(ValueError, match="heads is 4, which 8 ranks do not divide"):
         run_ranks(8, lambda t: init_inference(gpt(), mp_size=8, transport=t))
+    five = build_model(ModelSize(layers=1, width=20, heads=5, context=8), seed=3)
+    with pytest.raises(ValueError, match="heads is 5, which 2 ranks do not divide"):
+        run_ranks(2, lambda t: init_inference(five, mp_size=2, transport=t))
     with pytest.raises(ValueError, match="tp_size is 2 and there are 3 ranks"):
         run_ranks(3, lambda t: init_inference(gpt(), mp_size=2, transport=t))
 

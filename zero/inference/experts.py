@@ -24,7 +24,7 @@ def cut(experts: nn.Module, rank: int, ranks: int, join: Join) -> None:
     """Keep only this rank's part of every expert, in place. `join` adds up the outputs of all ranks."""
     up, inputs, count = up_name(experts), inputs_dim(experts), stacked_in_up(experts)
     made = {up: by_stack(getattr(experts, up), 3 - inputs, count, ranks, rank)}
-    made["down_proj"] = cast(Tensor, experts.down_proj).chunk(ranks, inputs)[rank]
+    made["down_proj"] = cast(Tensor, experts.down_proj).tensor_split(ranks, inputs)[rank]
     if experts.has_bias:
         made[f"{up}_bias"] = by_stack(getattr(experts, f"{up}_bias"), 1, count, ranks, rank)
         bias = cast(Tensor, experts.down_proj_bias)

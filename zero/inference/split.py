@@ -5,7 +5,8 @@
    "packed_colwise:P": the same for each of P matrices stacked in one. "colwise_gather_output": then all ranks get all
    outputs. "rowwise": a rank keeps its part of the inputs, and the ranks add up their products; with
    "rowwise_split_input" it takes its inputs out of all. "moe_tp_experts": the same for the experts of a mixture in one
-   module. Other embeddings, norms and layers without a style stay whole on every rank.
+   module. Other embeddings, norms and layers without a style stay whole on every rank. If the ranks do not divide a
+   width, the first ranks have one more; heads they must divide.
 3. A forward pass of T tokens sends float32: for each "rowwise" layer (W-1)·4·T·D bytes if these are few, and every rank
    adds up all parts, otherwise 2·(W-1)/W·4·T·D in an all-reduce; and (W-1)/W·4·T·N for each gathered output. `plan.py`
    counts them.
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from ...comm import Transport
 from ...comm.messages import gather_tensors
-from ..parallel.experts import STYLE, inner_width, is_experts, why_undividable
+from ..parallel.experts import STYLE, is_experts, why_undividable
 from ..parallel.model_plan import WIDTHS, check_heads, matches, own_plan, patterns, stack_sizes
 from ..parallel.styles import divide
 from .experts import cut
@@ -71,13 +72,14 @@ def plan_of(model: nn.Module, policy: object, ranks: int) -> dict[str, str]:
         if style == STYLE:
             if why := why_undividable(module):
                 raise ValueError(f"{name} {why}: leave the experts out of the plan")
-            sizes: tuple[int, ...] = (inner_width(module),)
-            what = "numbers between the products of an expert"
+        elif isinstance(module, nn.Embedding):
+            if module.embedding_dim % ranks:  # its columns are heads
+                raise ValueError(
+                    f"{name} has {module.embedding_dim} columns, which {ranks} ranks do not divide; use another tp_size"
+                )
         else:
-            sizes = _sizes(style, module, model)
-            what = "inputs" if style in ("rowwise", *_TAKE) else "outputs"
-        if odd := [size for size in sizes if size % ranks]:
-            raise ValueError(f"{name} has {odd[0]} {what}, which {ranks} ranks do not divide; use another tp_size")
+            _sizes(style, module, model)
+        check_heads(model.get_submodule(name.rpartition(".")[0]), ranks, "tp_size")
     return found
 
 
@@ -98,14 +100,18 @@ def split(model: nn.Module, plan: Plan, transport: Transport) -> None:
         join: Join | None = None
         inputs: slice | None = None
         if style in ("rowwise", *_TAKE):
-            part, join = matrix_NK.chunk(W, 1)[rank], partial(torch.ops.onebit.sum_over_ranks, transport=number)
+            parts = matrix_NK.tensor_split(W, 1)
+            part, join = parts[rank], partial(torch.ops.onebit.sum_over_ranks, transport=number)
             if style in _TAKE:
-                inputs = slice(rank * part.shape[1], (rank + 1) * part.shape[1])
+                before = sum(other.shape[1] for other in parts[:rank])
+                inputs = slice(before, before + part.shape[1])
         else:
             sizes = _sizes(style, module, model)
             part = _rows(matrix_NK, sizes, rank, W)
             if style in _GATHER:
-                join = partial(torch.ops.onebit.gather_from_ranks, transport=number, ranks=W)
+                (N,) = sizes
+                part = nn.functional.pad(part, (0, 0, 0, -(-N // W) - len(part)))  # the transport gathers equal parts
+                join = partial(torch.ops.onebit.gather_from_ranks, transport=number, ranks=W, outputs=N)
             elif bias is not None:
                 bias = _rows(bias, sizes, rank, W)
         replace(model, name, ServedLinear(part.contiguous(), bias, join, inputs=inputs))
@@ -117,18 +123,13 @@ def split(model: nn.Module, plan: Plan, transport: Transport) -> None:
 
 def _rows(x: Tensor, sizes: Sequence[int], rank: int, ranks: int) -> Tensor:
     """This rank's rows of each stacked matrix."""
-    return torch.cat([part.chunk(ranks)[rank] for part in x.split(list(sizes))])
+    return torch.cat([part.tensor_split(ranks)[rank] for part in x.split(list(sizes))])
 
 
 def _sizes(style: str, layer: nn.Module, model: nn.Module) -> tuple[int, ...]:
-    """What ranks divide: a layer's inputs, its outputs, or the outputs of each matrix that it stacks."""
+    """The outputs of each matrix that a layer stacks. Raises ValueError if it is no such stack."""
     kind, _, detail = style.partition(":")
-    if kind == "packed_colwise":
-        return stack_sizes(detail, layer, model)
-    if isinstance(layer, nn.Embedding):
-        return (layer.embedding_dim,)
-    N, K = matrix_of(layer).shape
-    return (K,) if kind in ("rowwise", *_TAKE) else (N,)
+    return stack_sizes(detail, layer, model) if kind == "packed_colwise" else (len(matrix_of(layer)),)
 
 
 def _by_names(model: nn.Module, layers: Iterable[str], policy: Plan | None) -> dict[str, str]:
@@ -200,12 +201,15 @@ def _(x: Tensor, transport: int) -> Tensor:
 
 
 @torch.library.custom_op("onebit::gather_from_ranks", mutates_args=())
-def _gather_from_ranks(x: Tensor, transport: int, ranks: int) -> Tensor:
-    """Concatenate the parts of all ranks along the last dimension."""
+def _gather_from_ranks(x: Tensor, transport: int, ranks: int, outputs: int) -> Tensor:
+    """Concatenate the parts of all ranks along the last dimension. The last ranks may have one element of padding."""
     rows = gather_tensors(_TRANSPORTS[transport], x.contiguous())
-    return rows.movedim(0, -2).flatten(-2)
+    if not outputs % ranks:
+        return rows.movedim(0, -2).flatten(-2)
+    widths = [outputs // ranks + (rank < outputs % ranks) for rank in range(ranks)]
+    return torch.cat([row[..., :width] for row, width in zip(rows, widths, strict=True)], -1)
 
 
 @_gather_from_ranks.register_fake
-def _(x: Tensor, transport: int, ranks: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], x.shape[-1] * ranks)
+def _(x: Tensor, transport: int, ranks: int, outputs: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], outputs)

@@ -6,7 +6,6 @@ Shape legend: E experts, N outputs, K inputs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +17,6 @@ STYLE = "moe_tp_experts"
 def is_experts(module: nn.Module) -> bool:
     """Whether a module is transformers' experts with matrices [E, N, K] or [E, K, N]."""
     return hasattr(module, "_is_expert_parallel") and isinstance(getattr(module, "down_proj", None), nn.Parameter)
-
-
-def inner_width(experts: nn.Module) -> int:
-    """The features between the two products of an expert, which ranks divide among them."""
-    return cast(nn.Parameter, experts.down_proj).shape[inputs_dim(experts)]
 
 
 def up_name(experts: nn.Module) -> str:

@@ -25,7 +25,7 @@ def stack_placement(dim: int, count: int) -> Any:
 
 def by_stack(x: Tensor, dim: int, count: int, ranks: int, rank: int) -> Tensor:
     """A rank's part of each of `count` matrices that x stacks along `dim`, as one tensor."""
-    return torch.cat([matrix.chunk(ranks, dim)[rank] for matrix in x.chunk(count, dim)], dim)
+    return torch.cat([matrix.tensor_split(ranks, dim)[rank] for matrix in x.chunk(count, dim)], dim)
 
 
 def stack_of(p: Tensor) -> tuple[int, int] | None:
