@@ -66,6 +66,12 @@ def of_transformers(kind: str) -> nn.Module:
     if kind == "mixtral":
         config = transformers.MixtralConfig(num_local_experts=4, sliding_window=None, **heads, **shape, **ids)
         return transformers.MixtralForCausalLM(config).eval()
+    if kind == "qwen2_moe":
+        widths = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "num_experts": 6}
+        config = transformers.Qwen2MoeConfig(
+            num_experts_per_tok=3, **widths, **heads | {"num_key_value_heads": 4}, **shape, **ids
+        )
+        return transformers.Qwen2MoeForCausalLM(config).eval()
     if kind == "gpt-oss":
         config = transformers.GptOssConfig(
             num_local_experts=4, head_dim=16, layer_types=["full_attention"] * 2, **heads, **shape, **ids
@@ -337,8 +343,50 @@ def test_experts_with_biases_and_interleaved_gates_are_divided() -> None:
         serve = functools.partial(init_inference, model, mp_size=2, injection_policy=policy, dtype=dtype)
         for logits in run_ranks(2, lambda t, serve=serve: logits_of(serve(transport=t), text[None])):
             assert float((logits - expected).abs().max() / expected.abs().max()) < tolerance
-    with pytest.raises(ValueError, match="cannot be 'colwise': 'moe_tp_experts' is for experts"):
+    with pytest.raises(ValueError, match="cannot be 'colwise': 'moe_tp_experts' and 'experts_by_rank' are"):
         run_ranks(2, lambda t: init_inference(model, mp_size=2, injection_policy={"experts": "colwise"}, transport=t))
+
+
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "gpt-oss"])
+def test_experts_are_divided_whole(kind: str, ranks: int) -> None:
+    """With attention whole, by our name and by transformers' plan; and with attention divided as well.
+
+    Six experts over four ranks: the first two have two.
+    """
+    model, (text,) = model_of(kind), prompts(12)
+    whole, answer = logits_of(model, text[None]), model.generate(text[None], max_new_tokens=8)  # type: ignore[operator]
+    halves = {f"self_attn.{name}_proj": "rowwise" if name == "o" else "colwise" for name in "qkvo"}
+    policies = [{"mlp.experts": "experts_by_rank"}]
+    if kind != "gpt-oss":
+        policies.append(model.ep_plan)  # type: ignore[arg-type]
+    if kind == "qwen2_moe":
+        policies.append(policies[0] | halves | {"lm_head": "colwise_gather_output"})
+    held = init_inference(model).held_bytes
+
+    def serve(transport: SimTransport, policy: dict[str, str], dtype: str) -> tuple[Tensor, Tensor, int]:
+        engine = init_inference(model, mp_size=ranks, injection_policy=policy, transport=transport, dtype=dtype)
+        return logits_of(engine, text[None]), engine.generate(text[None], max_new_tokens=8), engine.held_bytes  # type: ignore[return-value]
+
+    for policy, dtype in itertools.product(policies, ("fp32", "int8")):
+        run = functools.partial(serve, policy=policy, dtype=dtype)
+        if (kind, dtype) == ("gpt-oss", "int8"):
+            with pytest.raises(ValueError, match="GptOssExperts in few bits cannot skip"):
+                run_ranks(ranks, run)
+            continue
+        for logits, tokens, bytes_of_rank in run_ranks(ranks, run):
+            off = float((logits - whole).abs().max() / whole.abs().max())
+            assert off < (1e-5 if dtype == "fp32" else 0.05)
+            assert bytes_of_rank < 0.9 * held and (torch.equal(tokens, answer) or dtype == "int8")
+
+
+@needs_transformers
+def test_fewer_experts_than_ranks_are_refused() -> None:
+    model, policy = model_of("mixtral"), {"mlp.experts": "experts_by_rank"}
+    with pytest.raises(ValueError, match=r"experts has 4 experts for 8 ranks: use 'moe_tp_experts'"):
+        run_ranks(8, lambda t: init_inference(model, mp_size=8, injection_policy=policy, transport=t))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The experts of a mixture in inference: this rank's part of each expert, in floats or in int8 by rows.
+"""The experts of a mixture in inference: this rank's part of each, or some whole ones, in floats or in int8 by rows.
 
 transformers keeps the experts of a layer in one module, as matrices of three dimensions; its own forward runs over
 them. Models that keep a linear layer for each expert are handled by `layers.py`.
@@ -34,12 +34,42 @@ def cut(experts: nn.Module, rank: int, ranks: int, join: Join) -> None:
     experts.register_forward_hook(lambda module, inputs, out: join(out))
 
 
+def keep_own(experts: nn.Module, rank: int, ranks: int, join: Join) -> None:
+    """Keep only this rank's experts, whole, in place. `join` adds up the outputs of all ranks.
+
+    Tokens that the router sends to another rank's experts take none here, as in transformers' expert parallelism.
+    """
+    own = torch.arange(len(cast(Tensor, experts.down_proj)), device="cpu").tensor_split(ranks)[rank]
+    first, count = int(own[0]), len(own)
+    biases = [f"{name}_bias" for name in (up_name(experts), "down_proj")] if experts.has_bias else []
+    for name in (up_name(experts), "down_proj", *biases):
+        mine = cast(Tensor, getattr(experts, name)).detach()[first : first + count].clone()
+        setattr(experts, name, nn.Parameter(mine, requires_grad=False))
+    vars(experts).update(num_experts=count, _is_expert_parallel=True)
+
+    def route(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, ids, weights = inputs
+        is_own = (ids >= first) & (ids < first + count)
+        return x, torch.where(is_own, ids - first, count), weights.masked_fill(~is_own, 0)
+
+    experts.register_forward_pre_hook(route)
+    experts.register_forward_hook(lambda module, inputs, out: join(out))
+
+
 def quantize_experts(experts: nn.Module) -> None:
     """Keep the experts' matrices in int8, in place.
 
     Each forward pass converts the experts that tokens go to, one at a time. It runs transformers' "eager" form as one
     custom operation, since its loop depends on the tokens and cannot be compiled.
+
+    Raises:
+        ValueError: Each rank has some experts whole, and they have biases: their "eager" form knows no other ranks.
     """
+    if experts._is_expert_parallel and experts.has_bias:
+        raise ValueError(
+            f"{type(experts).__name__} in few bits cannot skip the tokens of other ranks' experts: give them the style "
+            "'moe_tp_experts', or keep floats"
+        )
     for name in (up_name(experts), "down_proj"):
         matrices = ExpertRows(cast(Tensor, getattr(experts, name)), is_transposed=bool(experts.is_transposed))
         delattr(experts, name)

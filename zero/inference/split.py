@@ -5,8 +5,8 @@
    "packed_colwise:P": the same for each of P matrices stacked in one. "colwise_gather_output": then all ranks get all
    outputs. "rowwise": a rank keeps its part of the inputs, and the ranks add up their products; with
    "rowwise_split_input" it takes its inputs out of all. "moe_tp_experts": the same for the experts of a mixture in one
-   module. Other embeddings, norms and layers without a style stay whole on every rank. If the ranks do not divide a
-   width, the first ranks have one more; heads they must divide.
+   module; with "experts_by_rank" a rank has some of them whole. Other embeddings, norms and layers without a style stay
+   whole on every rank. If the ranks do not divide a width, the first ranks have one more; heads they must divide.
 3. A forward pass of T tokens sends float32: for each "rowwise" layer (W-1)·4·T·D bytes if these are few, and every rank
    adds up all parts, otherwise 2·(W-1)/W·4·T·D in an all-reduce; and (W-1)/W·4·T·N for each gathered output. `plan.py`
    counts them.
@@ -27,13 +27,22 @@ from ...comm.messages import gather_tensors
 from ..parallel.experts import STYLE, is_experts, why_undividable
 from ..parallel.model_plan import WIDTHS, check_heads, matches, own_plan, patterns, stack_sizes
 from ..parallel.styles import divide
-from .experts import cut
+from .experts import cut, keep_own
 from .layers import Join, ServedLinear, has_hooks, is_linear, matrix_of, replace
 from .plan import is_gathered
 
 Plan = Mapping[str, str]
 
-WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "replicated", "mla_kv_a_proj")
+BY_RANK = ("experts_by_rank", "ep_dispatch_experts")
+"""Our name and transformers' for experts of which each rank has some whole ones."""
+WHOLE = (
+    "grouped_gemm",
+    "ep_router",
+    "embedding_rowwise",
+    "replicated_with_grad_allreduce",
+    "replicated",
+    "mla_kv_a_proj",
+)
 """Styles in transformers' plans whose layers stay whole here."""
 _GATHER = ("colwise_gather_output", "colwise_rep")
 _TAKE = ("rowwise_split_input", "rowwise_rep")
@@ -59,11 +68,15 @@ def plan_of(model: nn.Module, policy: object, ranks: int) -> dict[str, str]:
             'injection_policy={pattern: "colwise" if ranks keep a part of the outputs, "rowwise" if they keep a part '
             f"of the inputs}}; its linear layers are {patterns(layers)}"
         )
-    check_heads(model, ranks, "tp_size")
+    if any(style.startswith(("colwise", "packed_colwise")) and style not in _GATHER for style in found.values()):
+        check_heads(model, ranks, "tp_size")
     for name, style in found.items():
         module = model.get_submodule(name)
-        if is_experts(module) != (style == STYLE):
-            raise ValueError(f"{name} cannot be {style!r}: {STYLE!r} is for experts in one module, and only for these")
+        if is_experts(module) != (style in (STYLE, *BY_RANK)):
+            raise ValueError(
+                f"{name} cannot be {style!r}: {STYLE!r} and {BY_RANK[0]!r} are for experts in one module, and only for "
+                "these"
+            )
         if has_hooks(module):
             raise ValueError(
                 f"{name} has hooks, such as quantized inputs, which its parts would not run: use tp_size 1, or leave "
@@ -72,6 +85,9 @@ def plan_of(model: nn.Module, policy: object, ranks: int) -> dict[str, str]:
         if style == STYLE:
             if why := why_undividable(module):
                 raise ValueError(f"{name} {why}: leave the experts out of the plan")
+        elif style in BY_RANK:
+            if (E := module.num_experts) < ranks:  # type: ignore[operator]
+                raise ValueError(f"{name} has {E} experts for {ranks} ranks: use {STYLE!r}, or a smaller tp_size")
         elif isinstance(module, nn.Embedding):
             if module.embedding_dim % ranks:  # its columns are heads
                 raise ValueError(
@@ -92,8 +108,9 @@ def split(model: nn.Module, plan: Plan, transport: Transport) -> None:
         if isinstance(module, nn.Embedding):
             replace(model, name, nn.Embedding.from_pretrained(module.weight.detach().chunk(W, 1)[rank].contiguous()))
             continue
-        if style == STYLE:
-            cut(module, rank, W, partial(torch.ops.onebit.sum_over_ranks, transport=number))
+        if style in (STYLE, *BY_RANK):
+            keep = cut if style == STYLE else keep_own
+            keep(module, rank, W, partial(torch.ops.onebit.sum_over_ranks, transport=number))
             continue
         matrix_NK, bias = matrix_of(module), getattr(module, "bias", None)
         bias = None if bias is None else bias.detach()
@@ -140,10 +157,10 @@ def _by_names(model: nn.Module, layers: Iterable[str], policy: Plan | None) -> d
     for pattern, style in plan.items():
         places = [*layers, *tables] if style == "colwise" else layers
         matched = [name for name in places if matches(name, pattern)]
-        if not matched and policy is not None:
+        if not matched and policy is not None and style not in WHOLE:
             raise ValueError(f"injection_policy: {pattern!r} matches no linear layer; there are {patterns(layers)}")
         if matched and style not in WHOLE:
-            known = (r"colwise|rowwise|packed_colwise(:\d+|:qkv)?", STYLE, *_GATHER, *_TAKE)
+            known = (r"colwise|rowwise|packed_colwise(:\d+|:qkv)?", STYLE, *BY_RANK, *_GATHER, *_TAKE)
             if not re.fullmatch("|".join(known), style):
                 raise ValueError(
                     f"the tensor plan of {type(model).__name__} gives {pattern} the style {style!r}, unknown here; "
