@@ -606,6 +606,50 @@ def test_sampling_follows_the_probabilities_that_are_left() -> None:
         assert (found[expected == 0] == 0).all()
 
 
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 0.7, "top_k": 0},
+        {"top_k": 12},
+        {"top_p": 0.8, "top_k": 0},
+        {"temperature": 1.6, "top_k": 30, "top_p": 0.9},
+    ],
+)
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_drawn_tokens_have_the_distribution_of_transformers_processors(kind: str, how: dict[str, float]) -> None:
+    """Pearson's chi-square of 6000 draws: within 4 standard deviations, √(2·df), of its mean, the degrees of freedom.
+
+    Tokens that are expected fewer than 5 times are counted together. Temperatures of .7 and 1 are told apart.
+    """
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    model, draws, text = copy.deepcopy(model_of(kind)), 6000, prompts(6)[0][None]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)  # so that some tokens are likely
+    made = {"temperature": TemperatureLogitsWarper, "top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper}
+    rules = LogitsProcessorList([made[name](value) for name, value in how.items() if value])
+    logits_1V = logits_of(model, text)[:, -1]
+    drawn = init_inference(model).generate(text.expand(draws, 6), max_new_tokens=1, do_sample=True, seed=1, **how)  # type: ignore[arg-type]
+    found_V = drawn[:, -1].bincount(minlength=256).double()  # type: ignore[call-overload]
+
+    def deviations(share_V: Tensor) -> float:
+        is_common_V = share_V * draws >= 5
+        bins = torch.stack([found_V, share_V.double() * draws])
+        rare = bins[:, ~is_common_V].sum(1, keepdim=True)
+        bins = torch.cat([bins[:, is_common_V], rare[:, : int(rare[1] >= 5)]], 1)
+        freedom = bins.shape[1] - 1
+        assert freedom > 3
+        return (float(((bins[0] - bins[1]) ** 2 / bins[1]).sum()) - freedom) / (2 * freedom) ** 0.5
+
+    share_V = rules(None, logits_1V)[0].softmax(0)
+    assert not found_V[share_V == 0].any() and abs(deviations(share_V)) < 4
+    cooler_V = share_V ** (1 / 0.7)
+    assert deviations(cooler_V / cooler_V.sum()) > 6
+
+
 def test_a_seed_repeats_and_one_candidate_is_greedy() -> None:
     engine, rows = init_inference(gpt()), prompts(4, 6)
     draw = functools.partial(engine.generate, rows, max_new_tokens=20, do_sample=True)
