@@ -114,6 +114,31 @@ def serve_linears(model: nn.Module) -> None:
             replace(model, name, ServedLinear(matrix.contiguous(), bias, None))
 
 
+def weight_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """(the tensor that tied layers share, the matrix [N, K]) of a linear layer in floats that can be packed.
+
+    None: another module; a layer that is empty, packed already, or has hooks.
+    """
+    if any(not p.numel() for p in module.parameters(recurse=False)) or has_hooks(module):
+        return None
+    if isinstance(module, ServedLinear):
+        return (module.matrix, module.matrix.detach()) if isinstance(module.matrix, Tensor) else None
+    return (cast(Tensor, module.weight), matrix_of(module)) if is_linear(module) else None
+
+
+def serve_packed(model: nn.Module, name: str, matrix: Packed, *, has_int8_inputs: bool = False) -> None:
+    """Replace the model's linear layer of this name by one with the packed matrix."""
+    module = model.get_submodule(name)
+    join, inputs = (module.join, module.inputs) if isinstance(module, ServedLinear) else (None, None)
+    bias = cast("Tensor | None", module.bias)
+    replace(model, name, ServedLinear(matrix, bias, join, has_int8_inputs, inputs))
+
+
+def tables_of(model: nn.Module) -> set[int]:
+    """The ids of the embeddings' weights."""
+    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
 def quantize(model: nn.Module, bits: int, *, has_int8_inputs: bool = False) -> None:
     """Pack a model's linear layers and embeddings in 8 or 4 bits, in place. Tied matrices stay tied.
 
@@ -121,8 +146,7 @@ def quantize(model: nn.Module, bits: int, *, has_int8_inputs: bool = False) -> N
     (max_norm). Of 4 bits tables have 8, also those that are a head: they cost few bytes, and much accuracy.
     """
     made: dict[int, Packed] = {}
-    modules = list(model.named_modules(remove_duplicate=False))
-    tables = {id(module.weight) for _, module in modules if isinstance(module, nn.Embedding)}
+    tables = tables_of(model)
 
     def packed(weight: Tensor, matrix_NK: Tensor) -> Packed:
         if id(weight) not in made:
@@ -130,15 +154,10 @@ def quantize(model: nn.Module, bits: int, *, has_int8_inputs: bool = False) -> N
             made[id(weight)] = Rows.quantized(matrix_NK) if has_rows else Groups.quantized(matrix_NK)
         return made[id(weight)]
 
-    for name, module in modules:
-        if any(not p.numel() for p in module.parameters(recurse=False)) or has_hooks(module):
-            continue
-        if isinstance(module, ServedLinear):
-            if isinstance(matrix := module.matrix, Tensor):
-                served = packed(matrix, matrix.detach())
-                replace(model, name, ServedLinear(served, module.bias, module.join, has_int8_inputs, module.inputs))
-        elif is_linear(module):
-            served = packed(module.weight, matrix_of(module))
-            replace(model, name, ServedLinear(served, module.bias, None, has_int8_inputs))
-        elif type(module) is nn.Embedding and module.max_norm is None:
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if (found := weight_of(module)) is not None:
+            serve_packed(model, name, packed(*found), has_int8_inputs=has_int8_inputs)
+        elif (
+            type(module) is nn.Embedding and module.max_norm is None and module.weight.numel() and not has_hooks(module)
+        ):
             replace(model, name, ServedEmbedding(packed(module.weight, module.weight.detach())))

@@ -133,15 +133,11 @@ class Groups(nn.Module):
     def quantized(cls, weight_NK: Tensor, group: int = 128) -> Groups:
         """To nearest, from the least to the greatest weight of each group. A narrow matrix has smaller groups."""
         N, K = weight_NK.shape
-        group = next((each for each in GROUPS if each <= group and K % each == 0), GROUPS[-1])
+        group = group_size(K, group)
         padded_NK = F.pad(weight_NK.float(), (0, -K % group), mode="constant") if K % group else weight_NK.float()
         w_NJg = padded_NK.view(N, -1, group)
-        low_NJ, high_NJ = w_NJg.amin(2), w_NJg.amax(2)
-        # In bfloat16 before weights are rounded, so that these are nearest to what products use.
-        scale_NJ = ((high_NJ - low_NJ) / 15).to(torch.bfloat16).float()
-        zero_NJ = (low_NJ + 8 * scale_NJ).to(torch.bfloat16).float()
-        inverse_NJ = torch.where(scale_NJ > 0, 1 / scale_NJ, 0)
-        q_NJg = ((w_NJg - zero_NJ[..., None]) * inverse_NJ[..., None] + 8).round().clamp(0, 15).to(torch.uint8)
+        scale_NJ, zero_NJ = group_range(w_NJg)
+        q_NJg = nearest(w_NJg, scale_NJ[..., None], zero_NJ[..., None]).to(torch.uint8)
         return cls(q_NJg.view(1, N, -1)[..., :K], scale_NJ[None], zero_NJ[None], group, weight_NK.dtype)
 
     @property
@@ -171,6 +167,26 @@ class Groups(nn.Module):
 
 
 Packed = Rows | Groups
+
+
+def group_size(K: int, most: int = 128) -> int:
+    """Inputs in a group of a matrix with K inputs: the most that divide them."""
+    return next((each for each in GROUPS if each <= most and K % each == 0), GROUPS[-1])
+
+
+def group_range(w: Tensor) -> tuple[Tensor, Tensor]:
+    """(scale, zero) of each group w [..., g], from its least to its greatest weight, float32 [...].
+
+    Rounded to bfloat16 before weights are, so that these are nearest to what products use.
+    """
+    low, high = w.amin(-1), w.amax(-1)
+    scale = ((high - low) / 15).to(torch.bfloat16).float()
+    return scale, (low + 8 * scale).to(torch.bfloat16).float()
+
+
+def nearest(w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """The numbers of 0 to 15, in floats, for which (q - 8) · scale + zero is nearest to w."""
+    return ((w - zero) * torch.where(scale > 0, 1 / scale, 0) + 8).round().clamp(0, 15)
 
 
 def _in_bfloat16(x: Tensor) -> Tensor:
