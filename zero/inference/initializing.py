@@ -24,6 +24,7 @@ from ..checkpoint.whole import read_checkpoint_weights
 from ..compression.packing import is_compressed, read_compressed
 from ..parallel.experts import is_experts
 from ..parallel.model_plan import patterns
+from .calibration import Batch, calibrate
 from .codes import serve_codes
 from .config import InferenceConfig, read_inference_config
 from .encoded import decoder_of
@@ -47,6 +48,7 @@ def init_inference(
     config: object = None,
     *,
     transport: Transport | None = None,
+    calibration: Batch | Iterable[Batch] | None = None,
     **keywords: object,
 ) -> InferenceEngine:
     """Make an engine that serves a model: split over ranks, in another dtype or packed, compiled. All ranks call it.
@@ -59,6 +61,9 @@ def init_inference(
         config: The options as a dict, a JSON file or an `InferenceConfig`; None (default) for defaults.
         transport: Between all ranks; each tp_size consecutive ranks serve together. None (default): with tp_size above
             1 the launcher's ranks, otherwise this rank alone.
+        calibration: Samples by which weights in int4 are rounded (GPTQ): a list of batches, each a tensor of tokens
+            [B, T] or a dict of the model's keywords, without padding, the same on all ranks. None (default): each
+            weight to nearest.
         **keywords: The keys of `InferenceConfig`, instead of or besides `config`.
 
     Raises:
@@ -69,6 +74,8 @@ def init_inference(
     """
     read = read_inference_config(config, **keywords)
     W = read.tensor_parallel.tp_size
+    if calibration is not None and read.weight_bits != 4:
+        raise ValueError('calibration is for weights in int4: write dtype "int4", or leave calibration out')
     group = _group(transport, W)
     served = _skeleton(_module(model))
     if read.enable_cuda_graph and read.weight_bits and any(is_experts(module) for module in served.modules()):
@@ -89,6 +96,8 @@ def init_inference(
             problem = f"rank {group.rank}: {error}"
         raise_on_all_ranks(group, problem, CheckpointError)
     _check_weights(served, group)
+    if calibration is not None and _is_packed(served):
+        raise ValueError("calibration is for weights in floats, and these are packed already: leave calibration out")
     if W > 1 or read.weight_bits or _is_packed(served):
         _leave_fast_path(served)
     expected, whole = _probe(served), None
@@ -114,6 +123,8 @@ def init_inference(
         for module in list(served.modules()):
             if is_experts(module):
                 quantize_experts(module)
+        if calibration is not None:
+            calibrate(served, calibration, group)
         quantize(served, read.weight_bits, has_int8_inputs=read.quant.activation.enabled)
         _say_what_stays(served, group, 2, "in floats: they are neither linear layers, embeddings nor known experts")
     return engine
