@@ -35,7 +35,7 @@ SAMPLES, ROWS = 256, 16
 class LlamaLM(ByteLM):
     """The next byte, by a Llama of transformers. Context 128."""
 
-    name, size = "llama-lm", "10m"
+    name, size, validated = "llama-lm", "10m", 256
 
     def build(self, seed: int) -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -65,7 +65,7 @@ TASKS = {task.name: task for task in (ByteLM, SmallLM, LlamaLM)}
 SETTINGS = {  # steps of AdamW
     "byte-lm": Setting(steps=800, more_steps=0, batch=16, lr=8e-3, more_lr=0),
     "demo-lm": Setting(steps=400, more_steps=0, batch=16, lr=3e-3, more_lr=0),
-    "llama-lm": Setting(steps=200, more_steps=0, batch=8, lr=2e-3, more_lr=0),
+    "llama-lm": Setting(steps=80, more_steps=0, batch=8, lr=2e-3, more_lr=0),
 }
 SEEDS = {"byte-lm": 3, "demo-lm": 3, "llama-lm": 1}
 FORMS: dict[str, dict[str, Any]] = {
