@@ -5,7 +5,8 @@
 
 Start at `initializing.py`. `engine.py` decodes, and `requests.py` reads its prompts and options; `batch.py` answers
 requests that come and go. `split.py` divides layers among ranks; `layers.py` and `experts.py` hold the parts, in floats
-or int8; `cache.py` keeps keys and values; `plan.py` estimates what a token costs.
+or packed, and `calibration.py` rounds them by samples; `cache.py` keeps keys and values; `plan.py` estimates what a
+token costs.
 """
 
 from .batch import ContinuousBatch
