@@ -163,14 +163,16 @@ class AveragedSteps(Wrapped):
         scale = float(getattr(self, "grad_scale", None) or 1.0)
         header = Header.of(self.param_groups, self._steps + 1, f"AveragedSteps, {type(self.inner).__name__}")
         present = [is_there for bucket in self._buckets for is_there in bucket.present()]
-        mine = StepVote(header.summary(changes=self._members.is_awaited()), present)
+        members = self._members
+        mine = StepVote(header.summary(changes=members.is_awaited()), present, note=members.note())
         with self._waited.running():
             votes = cast_votes(self.transport, header, mine, self.transport.device)
         self._change_is_due = any(vote.summary.changes for vote in votes)
+        members.hear([vote.note for vote in votes])
         are_seen = iter(present_anywhere(votes))
         for bucket in self._buckets:
             bucket.absent = [not next(are_seen) for _ in bucket.params]
-            bucket.launch(self.transport, scale=1.0 / scale)
+            bucket.launch(self.transport, scale=members.gradient_factor / scale)
         with self._waited.running():
             for bucket in self._buckets:
                 assert bucket.work is not None

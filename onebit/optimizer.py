@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -50,7 +49,6 @@ from .layout.flat import lay_out
 from .layout.masks import read_masks
 from .membership.change import change
 from .membership.members import Members
-from .membership.residuals import residual_norm
 from .model_parallel import ModelParallelGroup, detach_version_, local
 from .rule import Rule
 from .step.bucket_step import Arrived, Decision
@@ -70,9 +68,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
-
-_NORM = struct.Struct("<d")
-"""Of this rank's residuals: the note of a vote among members that come and go."""
 
 
 class CommonOptions(SharedOptions, total=False):
@@ -585,7 +580,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _cast(self, scale: float, resends: bool, *, in_float64: bool = False) -> Ballot:
         """Send this rank's vote. The sums for clipping are computed on the device, unless in_float64."""
-        note = b"" if self._members is None else _NORM.pack(residual_norm(self.buckets))
+        note = b"" if self._members is None else self._members.note(self.buckets)
         (header, mine), sums = self._own_vote(self.buckets, resends=resends, note=note), None
         if self._estimates_norm:
             if in_float64 or self.model_parallel_group.whole.world_size > 1:
@@ -604,8 +599,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if is_news:
             self._change_is_due |= any(vote.summary.changes for vote in ballot.votes)
             if self._members is not None:
-                norms = [norm for vote in ballot.votes for norm in _NORM.unpack(vote.note)]
-                self._members.hear_residuals(norms, self.buckets)
+                self._members.hear([vote.note for vote in ballot.votes], self.buckets)
         if is_news and self._watch.is_on:
             self._watch.note([vote.summary.gradients for vote in ballot.votes])
             self._watch.look(self.buckets.params)
@@ -707,7 +701,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
                     if found.is_back:  # gradients of parameters that the run has left behind count as none
                         self.zero_grad()
                 steps = self.steps_taken()
-                return self._take_step_once(scale)
+                return self._take_step_once(scale * members.gradient_factor)
             except PeerError as error:
                 self._lost = error
                 if 0 <= steps < self.steps_taken():

@@ -32,7 +32,6 @@ from ..dense import DenseAverager
 from ..layout.buckets import elements_of
 from ..membership.change import change
 from ..membership.members import Members
-from ..membership.sampler import MemberSampler
 from ..model_parallel import ModelParallelGroup, model_parallel_group_of
 from ..usage.contract import State, check_number, loss_of
 from ..usage.frozen import gradient_of, refuse_unfrozen
@@ -502,10 +501,11 @@ class LocalSteps(Wrapped):
     def leave_world(self) -> State:
         """See `membership.change.Changing`."""
         assert self._members is not None
-        if self.balance is not None and any(isinstance(its, MemberSampler) for its in self._members.travels.values()):
+        sampler = self._members.sampler
+        if sampler is not None and (sampler.balanced or self.balance is not None):
             raise ValueError(
-                f"{self._members.rendezvous.name}: a MemberSampler gives each member as many batches, and with "
-                "balanced=True members take unlike numbers; let each draw its own, or use balanced=False"
+                f"{self._members.rendezvous.name}: a MemberSampler gives each member as many batches in a round, and "
+                "with balanced=True members take unlike numbers; let each draw its own, or use balanced=False for both"
             )
         return new_world.leave(self)
 

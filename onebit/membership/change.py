@@ -39,7 +39,7 @@ from .sampler import MemberSampler
 
 log = logging.getLogger(__name__)
 
-STANDING_BYTES = 192
+STANDING_BYTES = 320
 """Length of a member's `Standing` as JSON, padded: room for numbers of 18 digits."""
 
 PIECE_BYTES = 4 << 20
@@ -140,9 +140,10 @@ def begin(optimizer: Changing, **travels: Travels) -> None:
     members = optimizer.transport
     if not isinstance(members, Members):
         raise TypeError(f"expected an optimizer over a Members transport, got one over {type(members).__name__}")
-    if sum(isinstance(its, MemberSampler) for its in travels.values()) > 1:
+    samplers = [its for its in travels.values() if isinstance(its, MemberSampler)]
+    if len(samplers) > 1:
         raise ValueError("expected one MemberSampler, got several; use one over a torch.utils.data.ConcatDataset")
-    members.travels = travels
+    members.travels, members.sampler = travels, samplers[0] if samplers else None
     try:
         change(optimizer, members, None)
     except BaseException:
@@ -225,13 +226,13 @@ def _enter_next(
     Returns the last error that ended one, and what the members of the new one have told.
     """
     own = optimizer.leave_world()
-    sampler = _sampler_of(members)
-    data = [] if sampler is None else sampler.leave_world()
+    sampler = members.sampler
+    data, seconds = ([], 0.0) if sampler is None else (sampler.leave_world(), sampler.tell())
     steps, progress, is_new = optimizer.steps_taken(), list(optimizer.progress()), members.roster is None
     while True:
         try:
             members.enter_next(why)
-            standing = _exchange(members, Standing(steps, progress, members.has_state, is_new, data))
+            standing = _exchange(members, Standing(steps, progress, members.has_state, is_new, data, seconds))
             theirs = _bring_together(optimizer, members, standing, own)
             assert members.roster is not None
             # A copy of the state may take longer than a transport's timeout: wait in the rendezvous instead.
@@ -250,10 +251,6 @@ def _enter_next(
         sampler.enter_world(standing)
     members.rendezvous.begin()
     return why, standing
-
-
-def _sampler_of(members: Members) -> MemberSampler | None:
-    return next((its for its in members.travels.values() if isinstance(its, MemberSampler)), None)
 
 
 def _exchange(members: Members, mine: Standing) -> list[Standing]:
@@ -313,7 +310,7 @@ def _refuse_strangers(
     """
     lines = [f"parameter {k}: {p.dtype} {tuple(p.shape)}" for k, p in enumerate(params)]
     lines += [*optimizer.option_lines(), f"travels: {sorted(members.travels)}"]
-    lines += [] if (sampler := _sampler_of(members)) is None else sampler.option_lines()
+    lines += [] if members.sampler is None else members.sampler.option_lines()
     lines.append(f"min_members={members.rendezvous.min_members}")
     if not with_state:
         return check_same_lines(members, "models and options", lines, members.device)

@@ -7,10 +7,11 @@ a world of one rank, so that a newcomer constructs model and optimizer alone.
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +19,15 @@ from torch import Tensor
 from ..comm import PeerError, SimTransport, Transport
 from ..comm.transports.base import Channel, Work
 from .rendezvous import Rendezvous, Roster
-from .residuals import Loss, Residual, Residuals
+from .residuals import Loss, Residual, Residuals, residual_norm
+
+if TYPE_CHECKING:
+    from .sampler import MemberSampler
 
 log = logging.getLogger(__name__)
+
+_NOTE = struct.Struct("<2d")
+"""Of a member's vote: the norm of its residuals, and seconds of a micro-batch."""
 
 Connect = Callable[[Roster, int], Transport]
 
@@ -43,6 +50,7 @@ class Standing:
         has_state: Whether it has the run's parameters and state.
         is_new: Whether it was in no epoch before.
         round: Its round of the data: see `MemberSampler.leave_world`. Empty: it has no sampler.
+        seconds: Of its micro-batches: see `MemberSampler.tell`. Default 0.
     """
 
     steps: int
@@ -50,6 +58,7 @@ class Standing:
     has_state: bool
     is_new: bool
     round: Sequence[int]
+    seconds: float = 0.0
 
 
 class Members(Transport):
@@ -66,6 +75,7 @@ class Members(Transport):
         lost: Number of members that have gone since this one began.
         joined: Number of members that have come since this one began.
         travels: Other objects whose state a newcomer gets, by name.
+        sampler: The one among them that divides the data; None if there is none.
     """
 
     ranks_change = True
@@ -76,6 +86,7 @@ class Members(Transport):
         self.has_state = False
         self.lost = self.joined = 0
         self.travels: Mapping[str, Travels] = {}
+        self.sampler: MemberSampler | None = None
         self._residuals = Residuals()
         self._now: Transport = SimTransport()
         self._sent_before = self._sent_before_inter_node = 0
@@ -121,6 +132,31 @@ class Members(Transport):
         """Warn that a call between two steps was given up; the members meet before the next step. Returns the error."""
         log.warning("%s: %s was given up, as a member is lost: %s", self.rendezvous.name, call, error)
         return error
+
+    def note(self, buckets: Sequence[Residual] = ()) -> bytes:
+        """What this member adds to its vote on a step.
+
+        Args:
+            buckets: Those with residuals. Default: none.
+        """
+        return _NOTE.pack(residual_norm(buckets), 0.0 if self.sampler is None else self.sampler.tell())
+
+    def hear(self, notes: Sequence[bytes], buckets: Sequence[Residual] = ()) -> None:
+        """Take in what the members have added to their votes.
+
+        Args:
+            notes: From each rank's `note`.
+            buckets: As there, of this rank.
+        """
+        norms, seconds = zip(*map(_NOTE.unpack, notes), strict=True)
+        self.hear_residuals(norms, buckets)
+        if self.sampler is not None:
+            self.sampler.hear(seconds)
+
+    @property
+    def gradient_factor(self) -> float:
+        """Factor of this step's gradients: see `MemberSampler.factor`."""
+        return 1.0 if self.sampler is None else self.sampler.factor
 
     def hear_residuals(self, norms: Sequence[float], buckets: Sequence[Residual]) -> None:
         """Remember the norms of all members' residuals. Called with each vote.

@@ -7,11 +7,13 @@
 
 The order is one endless sequence of positions, the epochs of data one after another, the same on all members. Each step
 is a round: a window of positions, in which each member has a share by its rank. A round begins where the last one ends,
-so within an epoch of members nothing is sent. At a change (`change.py`) members tell each other their rounds:
+and the sizes of the shares change at steps that all members know (`shares.py`). At a change (`change.py`) members tell
+each other their rounds:
 
     1. The newest round counts. A member that has taken over the step before it enters it with its old rank.
     2. Remaining members keep their shares: their gradients are there. Newcomers get shares after the window's end.
-    3. Positions of the window that no present member has were in flight on a lost one. They are named in the log.
+    3. Positions of the window that no present member has were in flight on a lost one. They are named in the log, and
+       the mean of the gradients is that over the others (`factor`).
 
 A DataLoader draws ahead. Each batch is known by its first position, and a batch with another one than the loop needs
 next was drawn for other members: it is dropped, and its samples are drawn again by the members that now have them.
@@ -20,22 +22,28 @@ next was drawn for other members: it is dropped, and its samples are drawn again
 from __future__ import annotations
 
 import logging
+import time
 import zlib
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import groupby, islice
+from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from .members import Members, Standing
+from .shares import Shares
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_MEDIAN_OF = 5  # steps: the first may compile, and an evaluation on one member within one of them does not count
 
 
 @dataclass(frozen=True)
@@ -46,13 +54,22 @@ class Round:
         first: First position of the window.
         end: The position after the window.
         start: First position of this member's share. None: it has none.
+        count: Samples of the share.
         given: Samples of the share that the loop has received.
+        factor: See `MemberSampler.factor`.
     """
 
     first: int
     end: int
     start: int | None = None
+    count: int = 0
     given: int = 0
+    factor: float = 1.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this member has nothing more to draw from it."""
+        return self.start is None or self.given == self.count
 
 
 @dataclass(frozen=True)
@@ -61,15 +78,19 @@ class Place:
 
     Attributes:
         rank: Its rank.
-        world_size: Number of members.
         batch_size: Samples of a micro-batch.
-        share: Samples of a member in a step.
+        shares: Micro-batches of each member in a step, by rank.
     """
 
     rank: int
-    world_size: int
     batch_size: int
-    share: int
+    shares: Sequence[int]
+
+    def after(self, end: int) -> Round:
+        """The round that begins at this position."""
+        before, own = sum(self.shares[: self.rank]), self.shares[self.rank]
+        size = self.batch_size
+        return Round(end, end + size * sum(self.shares), end + size * before, size * own)
 
     def draw(self, now: Round) -> tuple[Round, int]:
         """The round after this member's next micro-batch, and the micro-batch's first position.
@@ -77,8 +98,8 @@ class Place:
         Args:
             now: The round before it.
         """
-        if now.start is None or now.given == self.share:
-            now = Round(now.end, now.end + self.world_size * self.share, now.end + self.rank * self.share)
+        if now.is_complete:
+            now = self.after(now.end)
         assert now.start is not None
         return replace(now, given=now.given + self.batch_size), now.start + now.given
 
@@ -97,14 +118,20 @@ class MemberSampler:
     """Draws the batches of a member such that all members together see each sample once per epoch of data.
 
     Pass it to a DataLoader as `batch_sampler`, and to `begin(optimizer, sampler=sampler)`, and take the batches from
-    `batches(loader)`. Every step takes `micro_batches` of them on each member. The sequence is endless: a batch may
-    have the last samples of one epoch of data and the first of the next, and nothing is dropped or padded.
+    `batches(loader)`. Every step takes `micro_batches` of them on each member; divide the loss by that number. The
+    sequence is endless: a batch may have the last samples of one epoch of data and the first of the next, and nothing
+    is dropped or padded.
+
+    If balanced, each member takes as many micro-batches as its speed allows, `micro_batches` on average: take those of
+    a step from `step_batches`. The sum of a step stays the same, so gradients of losses that are divided by
+    `micro_batches`, averaged over members, are the mean over the samples of the step.
 
     Args:
         members: The transport of the run.
         samples: Number of samples in an epoch of data, `len(dataset)`. None: a stream that never ends.
         batch_size: Samples of a micro-batch, the same on all members, like the following.
-        micro_batches: Micro-batches of a member in a step. Default 1.
+        micro_batches: Micro-batches of a member in a step; if balanced, of the mean member. Default 1.
+        balanced: Whether members take as many micro-batches as their speed allows. Default False.
         shuffle: Whether each epoch of data has a random order. Default True; a stream keeps the order of its source.
         seed: Seed of these orders. Default 0.
 
@@ -120,6 +147,7 @@ class MemberSampler:
         batch_size: int,
         *,
         micro_batches: int = 1,
+        balanced: bool = False,
         shuffle: bool = True,
         seed: int = 0,
     ):
@@ -134,10 +162,13 @@ class MemberSampler:
                     + ("; give len(dataset), or None for a stream that never ends" if name == "samples" else "")
                 )
         self.samples, self.batch_size, self.micro_batches = samples, batch_size, micro_batches
+        self.balanced = balanced
         self._members, self._shuffle, self._seed = members, shuffle, seed
-        self._share = batch_size * micro_batches
+        self._shares = Shares(micro_batches, balanced, members.world_size)
+        self._seconds = deque[float](maxlen=_MEDIAN_OF)  # of this member's micro-batches
         self._round, self._changes = Round(0, 0), 0  # changes: of what a DataLoader draws ahead from
-        self._in_flight = set[int]()  # starts of this round's shares that were named as lost
+        self._heard = -1  # first position of the last round whose votes were heard
+        self._in_flight = set[int]()  # positions of this round that were named as lost
         self._drawn: deque[int] | None = None  # the first positions of batches that a DataLoader has drawn
         self._order: tuple[int, NDArray[np.int64]] | None = None  # of the epoch of data that was drawn from last
 
@@ -145,12 +176,34 @@ class MemberSampler:
     def position(self) -> int:
         """Number of samples of all members before the step that comes next, the same on all of them."""
         its = self._round
-        return its.first if its.start is not None and its.given < self._share else its.end
+        return its.end if its.is_complete else its.first
 
     @property
     def data_epoch(self) -> int:
         """The epoch of data in which the next step begins, from 0, the same on all members."""
         return 0 if self.samples is None else self.position // self.samples
+
+    @property
+    def factor(self) -> float:
+        """Factor of the gradients in this step, the same on all members, so that they average to the mean over samples.
+
+        1, except in a step that lost members leave without their part, as the others take it again.
+        """
+        return self._round.factor
+
+    def step_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """This member's micro-batches of the step that comes next. Their time is its speed, if members are balanced.
+
+        Args:
+            batches: From `batches`.
+        """
+        began, count = time.monotonic(), 0
+        while not count or not self._round.is_complete:
+            yield next(batches)
+            count += 1
+        if self.balanced and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self._seconds.append((time.monotonic() - began) / count)
 
     def batches(self, loader: DataLoader[T]) -> Generator[Any, None, None]:
         """This member's batches, without end. Take each where it is trained on: what is taken counts as seen.
@@ -232,7 +285,7 @@ class MemberSampler:
                 yield self._indices(start, self.batch_size)
 
     def _place(self) -> Place:
-        return Place(self._members.rank, self._members.world_size, self.batch_size, self._share)
+        return Place(self._members.rank, self.batch_size, self._shares.now)
 
     def _indices(self, start: int, count: int) -> list[int]:
         """The dataset's indices at these positions."""
@@ -246,6 +299,36 @@ class MemberSampler:
             found += self._order[1][first : first + count - len(found)].tolist()
         return found
 
+    # ---------------------------------------------------------------- votes
+
+    def tell(self) -> float:
+        """Seconds of a micro-batch here, for the others; 0: not known yet. Called before each vote.
+
+        Raises:
+            ValueError: A step was taken before its last micro-batch.
+        """
+        self._check_complete()
+        return median(self._seconds) if self._seconds else 0.0
+
+    def hear(self, seconds: Sequence[float]) -> None:
+        """Follow a vote.
+
+        Args:
+            seconds: What each member has told, by rank.
+        """
+        if self._heard != self._round.first:  # a step that is taken again has a second vote
+            self._heard = self._round.first
+            self._changes += self._shares.hear(seconds)
+
+    def _check_complete(self) -> None:
+        its = self._round
+        if its.given and not its.is_complete:
+            raise ValueError(
+                f"step() came after {its.given // self.batch_size} of {its.count // self.batch_size} micro-batches; "
+                f"take all from sampler.step_batches(batches), or construct the sampler with the micro_batches= that "
+                f"every step takes, got {self.micro_batches}"
+            )
+
     # ---------------------------------------------------------------- changes of members
 
     def option_lines(self) -> list[str]:
@@ -253,22 +336,23 @@ class MemberSampler:
         sign = zlib.crc32(_shuffled(1000, self._seed, 0).astype("<i8").tobytes())
         return [
             f"sampler: samples={self.samples}, batch_size={self.batch_size}, micro_batches={self.micro_batches}, "
-            f"shuffle={self._shuffle}, seed={self._seed}, a shuffle's CRC {sign:08x}"
+            f"balanced={self.balanced}, shuffle={self._shuffle}, seed={self._seed}, a shuffle's CRC {sign:08x}"
         ]
 
     def leave_world(self) -> list[int]:
-        """This member's round for the others: window, share or -1, and its share if it drew the next round. Local.
+        """This member's round for the others: window, share or -1, its samples; and those of its share in the next.
+
+        Local. The next round is that after this step, if this member takes it over from the others.
 
         Raises:
             ValueError: A step was taken before its last micro-batch.
         """
-        its = self._round
-        if its.start is not None and 0 < its.given < self._share:
-            raise ValueError(
-                f"step() came after {its.given // self.batch_size} of micro_batches={self.micro_batches}; construct "
-                "the sampler with the number that every step takes"
-            )
-        return [its.first, its.end, -1 if its.start is None else its.start, its.end + self._members.rank * self._share]
+        self._check_complete()
+        its, shares = self._round, self._shares
+        following = replace(self._place(), shares=shares.now if self._heard == its.first else shares.coming)
+        then = following.after(its.end)
+        assert then.start is not None
+        return [its.first, its.end, -1 if its.start is None else its.start, its.count, then.start, then.count]
 
     def enter_world(self, standing: Sequence[Standing]) -> None:
         """Take this member's share of the newest round, and name those in flight on lost members. Local.
@@ -280,38 +364,50 @@ class MemberSampler:
             (0, self._round.first, self._round.end)  # founders: all have loaded the same
         ]
         steps, first, end = map(max, zip(*known, strict=True))
-        shares: list[int | None] = []
-        skipped: list[int] = []
+        shares: list[range | None] = []
+        skipped = set[int]()
+        taken = 0  # samples in the gradients of this step
         for its in standing:
-            its_first, its_end, start, then = its.round
+            its_first, its_end, start, count, then, then_count = its.round
+            share = None
             if its.has_state and its_first == first and start >= 0:
-                shares.append(start)
+                share = range(start, start + count)
             elif its.has_state and its_first < first and its.steps < steps:
-                shares.append(then)  # it has taken over the step before
-                skipped += range(then + its_end - its_first, then + first - its_end, its_end - its_first)
-            else:
-                shares.append(None)  # it is back: its gradients are gone
-        in_flight = set(range(first, end, self._share)).difference(start for start in shares if start is not None)
-        self._name_lost(sorted(in_flight - self._in_flight), "were in flight on lost members")
+                share = range(then, then + then_count)  # it has taken over the step before
+                for k in range(then + its_end - its_first, then + first - its_end, its_end - its_first):
+                    skipped.update(range(k, k + then_count))
+            elif its.has_state:
+                taken += count  # of a step that others have skipped
+            elif its.is_new:
+                share = range(end, end := end + self.micro_batches * self.batch_size)
+            shares.append(share)  # None: it is back, and its gradients are gone
+            taken += 0 if share is None else len(share)
+        in_flight = set(range(first, end)).difference(*(share for share in shares if share is not None))
+        self._name_lost(in_flight - self._in_flight, "were in flight on lost members")
         self._name_lost(skipped, "are of steps that members took over")
         self._in_flight = in_flight
-        for rank, its in enumerate(standing):
-            if its.is_new:
-                shares[rank], end = end, end + self._share
-        mine = standing[self._members.rank]
+        rank = self._members.rank
+        mine, own = standing[rank], shares[rank]
         given = self._round.given if mine.has_state and mine.round[0] == first else 0
-        self._round, self._changes = Round(first, end, shares[self._members.rank], given), self._changes + 1
+        factor = len(standing) * self.micro_batches * self.batch_size / taken if taken else 1.0
+        self._round = Round(first, end, given=given, factor=factor)
+        if own is not None:
+            self._round = replace(self._round, start=own.start, count=len(own))
+        self._changes += 1
+        self._shares.begin([its.seconds for its in standing])
+        self._heard = -1
 
-    def _name_lost(self, starts: Sequence[int], why: str) -> None:
-        if not starts or self._members.rank > 0 or self._members.roster is None:
+    def _name_lost(self, positions: set[int], why: str) -> None:
+        if not positions or self._members.rank > 0 or self._members.roster is None:
             return
-        positions = ", ".join(f"{start} to {start + self._share - 1}" for start in starts)
-        indices = [] if self.samples is None else [k for start in starts for k in self._indices(start, self._share)]
+        found = sorted(positions)
+        runs = [[k for _, k in run] for _, run in groupby(enumerate(found), lambda pair: pair[1] - pair[0])]
+        indices = [] if self.samples is None else [k for run in runs for k in self._indices(run[0], len(run))]
         log.warning(
             "epoch %d: samples %s and are not seen: positions %s%s",
             self._members.roster.epoch,
             why,
-            positions,
+            ", ".join(f"{run[0]} to {run[-1]}" for run in runs),
             f"; indices {indices}" if indices else "",
         )
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from onebit.membership.members import Standing
 
 INF = float("inf")
 NAMES = 26
+CLOCK = threading.local()  # each member's clock goes by its micro-batches
 NAMED = re.compile(r"positions ([\dto, ]+)(?:; indices \[([\d, ]+)\])?")
 SERVER = multiprocessing.get_context("forkserver")  # a fork of a process with threads may hang; the server has none
 SERVER.set_forkserver_preload(["torch", "onebit"])
@@ -70,6 +72,7 @@ class Data:
     samples: int = 29
     batch_size: int = 3
     micro_batches: int = 1
+    speeds: str = ""  # of balanced members, by the first letters of the alphabet; others have speed 1
     steps: int = 24
     workers: int = 0
     source: Callable[[int], Iterable[int]] = Numbers
@@ -80,7 +83,8 @@ class Data:
     stops: dict[str, int] = field(default_factory=dict)
 
     def open(self, members: Members) -> tuple[MemberSampler, DataLoader[Any]]:
-        sampler = MemberSampler(members, self.samples, self.batch_size, micro_batches=self.micro_batches, seed=5)
+        mean = {"micro_batches": self.micro_batches, "balanced": bool(self.speeds)}
+        sampler = MemberSampler(members, self.samples, self.batch_size, seed=5, **mean)
         source, options = self.source(self.samples), {"num_workers": self.workers, **self.options}
         if self.workers:
             options["multiprocessing_context"] = SERVER
@@ -90,6 +94,7 @@ class Data:
 
     def train(self, members: Members, hub: Hub) -> tuple[dict[int, Tensor], int]:
         """How often each sample was in each step, and the position after the last."""
+        CLOCK.now = 0.0
         sampler, loader = self.open(members)
         p = nn.Parameter(torch.zeros(self.samples + NAMES))
         optimizer = onebit.OnebitAdam(
@@ -99,27 +104,29 @@ class Data:
         begin(optimizer, sampler=sampler)
         batches = sampler.batches(loader)
         try:
-            return self._steps(members, hub, optimizer, batches), sampler.position
+            return self._steps(members, hub, optimizer, sampler, batches), sampler.position
         finally:  # workers that are left to the garbage collector take 5 s each to end
             batches.close()
             loader._iterator = None
 
     def _steps(
-        self, members: Members, hub: Hub, optimizer: onebit.OnebitAdam, batches: Iterator[Tensor]
+        self, members: Members, hub: Hub, optimizer: onebit.OnebitAdam, sampler: MemberSampler, batches: Iterator[Any]
     ) -> dict[int, Tensor]:
         (p,), name, seen = optimizer.param_groups[0]["params"], members.rendezvous.name, dict[int, Tensor]()
         while (step := optimizer.steps_taken()) < self.leaves.get(name, self.steps):
             if self.newcomers and step == 8:
                 await_newcomers(members, hub, self.newcomers)
-            for _ in range(self.micro_batches):
-                p[next(batches)].sum().backward()
+            for batch in sampler.step_batches(batches):
+                (p[batch].sum() / self.micro_batches).backward()
+                CLOCK.now += 1.0 / dict(zip("abcdefgh", map(float, self.speeds), strict=False)).get(name, 1.0)
             p[self.samples + ord(name) - ord("a")].backward()
             if step == self.stops.get(name):
                 stop(members)
             optimizer.step()
             mean = optimizer.state[p]["exp_avg"]
-            world_size = 1 / mean[self.samples :].max()  # of the step, which may be of other members than now
-            counts = mean[: self.samples] * world_size
+            world_size = 1 / mean[self.samples :].max()  # of the step, over the factor of its gradients
+            assert mean[: self.samples].sum().item() == pytest.approx(self.batch_size)  # the mean over samples
+            counts = mean[: self.samples] * world_size * self.micro_batches
             assert torch.allclose(counts, counts.round(), atol=1e-4)
             seen[optimizer.steps_taken()] = counts.round().long()
             optimizer.zero_grad()
@@ -179,13 +186,25 @@ def check(data: Data, its: Run, caplog: pytest.LogCaptureFixture) -> list[int]:
     total = sum(seen.values()) + torch.bincount(torch.tensor(indices, dtype=torch.long), minlength=data.samples)
     epochs, rest = divmod(position, data.samples)
     assert sorted(total.tolist()) == [epochs] * (data.samples - rest) + [epochs + 1] * rest
-    assert len(positions) == len(set(positions)) and len(positions) % (data.batch_size * data.micro_batches) == 0
+    whole = data.batch_size * (1 if data.speeds else data.micro_batches)
+    assert len(positions) == len(set(positions)) and len(positions) % whole == 0
     return positions
 
 
 @pytest.fixture(autouse=True)
-def _hear(caplog: pytest.LogCaptureFixture) -> None:
+def _hear(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.WARNING, "onebit.membership.sampler")
+    monkeypatch.setattr("onebit.membership.sampler.time", SimpleNamespace(monotonic=lambda: CLOCK.now))
+
+
+@pytest.mark.parametrize("source", [Numbers, Stream, Skipping])
+def test_balanced_members_take_what_their_speeds_allow(
+    source: Callable[[int], Iterable[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The clock of a member of speed v goes by 1/v per micro-batch: c takes half of all, a and b a quarter each."""
+    data = Data(samples=600, source=source, micro_batches=4, speeds="224", batch_size=1)
+    its = run(data, [INF] * 3)
+    assert check(data, its, caplog) == [] and its.results["a"][1] == 24 * 3 * 4
 
 
 def test_without_changes_each_epoch_has_each_sample_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -229,6 +248,7 @@ def test_random_changes_show_each_sample_once(seed: int, caplog: pytest.LogCaptu
         micro_batches=int(draw.choice([1, 2])),
         source=[Numbers, Stream, Skipping][draw.integers(3)],
         steps=50,
+        speeds=["", "3152"][draw.integers(2)],
     )
     its = run(data, [INF, fuse(), fuse(), fuse()], {name: fuse() for name in "wxyz"})
     check(data, its, caplog)
@@ -448,7 +468,7 @@ def test_misuse_is_told() -> None:
         for _ in range(5):
             next(batches)
     next(sampler.batches(loader))
-    with pytest.raises(ValueError, match="after 1 of micro_batches=2"):
+    with pytest.raises(ValueError, match="after 1 of 2 micro-batches; take all from"):
         sampler.leave_world()
     members.close()
 
