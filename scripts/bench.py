@@ -35,6 +35,7 @@ NAMES = (
     "local_rounds",
     "unlike",
     "churn",
+    "members",
     "time_to_loss",
     "peer_deepspeed",
 )

@@ -15,6 +15,7 @@ STUDIES = {  # by name: the module that has its main(argv), and what it compares
     "data-efficiency": "study.data_efficiency",  # half the tokens; --cost: their own time
     "ddp-hooks": "study.ddp_hooks",  # communication hooks of DDP
     "local-steps": "study.local_steps",  # the price of locality, and of compression
+    "member-shares": "study.member_shares",  # members that take unlike numbers of micro-batches
     "models": "study.models",  # which models of transformers train in which form of the engine
     "sequences": "study.sequences",  # sequences split over ranks: few bits, and layouts
     "sparse-attention": "study.sparse_attention",  # retrieval: what a layout sees; byte-lm: its loss

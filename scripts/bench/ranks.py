@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from argparse import Namespace
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.command import calling
+from onebit import membership
 from onebit.cli.cluster import Cluster, available
+from onebit.membership.network import serve
 
 Work = Callable[[Namespace], object]
 
@@ -51,3 +54,10 @@ def on_cluster(
             name, where = work.__module__.rpartition(".")[2], f"{len(cluster.names)} hosts at {cluster.rate}"
             raise RuntimeError(f"the ranks of {name} on {where} ended with status {ended.status}")
         return json.loads(out.read_text())
+
+
+def join_members(founders: int) -> tuple[membership.Members, object]:
+    """In a rank: the transport of a run whose rendezvous is in rank 0, and what must be kept as long as it is used."""
+    port = int(os.environ["MASTER_PORT"])
+    store = serve(port) if os.environ["RANK"] == "0" else None
+    return membership.connect(f"{os.environ['MASTER_ADDR']}:{port}", founders=founders), store

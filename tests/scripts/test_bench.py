@@ -81,7 +81,14 @@ ON_HOSTS = {
     ),
     "hops": (["--elements", "65536", "--piece", "8192", "--hosts", "4", "--repeats", "1"], "| 1gbit | 4 | 2 |"),
     "pipeline": (["--size", "tiny", "--networks", "1gbit", "--repeats", "1"], "| ZeroOneAdam, activations int8"),
-    "unlike": (["--params", "1e5", "--compute", "0.01", "--every", "2", "--rounds", "4"], "| balanced |"),
+    "members": (
+        ["--params", "1e5", "--compute", "0", "--rates", "1gbit", "--steps", "2", "--blocks", "1"],
+        "| membership |",
+    ),
+    "unlike": (
+        ["--params", "1e5", "--compute", "0.01", "--every", "2", "--micro-batches", "2", "--rounds", "4"],
+        "| each step, balanced shares |",
+    ),
 }
 
 
