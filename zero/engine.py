@@ -255,10 +255,12 @@ class Engine:
     def _update(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         self.guard.before_update()
         rates = self.get_lr()  # of this step: features and the schedule change them below
-        self.micro_steps_of_step = 0
-        with self._timed("step"), self.guard.open():
-            is_skipped = self.form.step(self.global_steps + 1, self.fp16_scale.value)
-            self.optimizer.zero_grad()
+        try:
+            with self._timed("step"), self.guard.open():
+                is_skipped = self.form.step(self.global_steps + 1, self.fp16_scale.value)
+                self.optimizer.zero_grad()
+        finally:  # not before: among members that come and go the step gives the counts of its beginning to newcomers
+            self.micro_steps_of_step = 0
         # Before the schedule, which goes on from its own rates: a feature may have scaled them for this step alone.
         schedule_with = dict(lr_kwargs or {})
         for feature in self.active_features:

@@ -174,6 +174,11 @@ class Form(ABC):
             TypeError: A parameter has a dtype that does not fit.
         """
         config, shape = given.config, given.grid.shape
+        if given.grid.transport.ranks_change and (why := cls.why_members_stay(config)):
+            raise ValueError(
+                f"the form {cls.name!r} cannot go on as its members come and go (onebit.membership): {why}; use stage "
+                "0 in float32 without offloading"
+            )
         for name in config.onebit.forward_methods:
             if not callable(getattr(given.model, name, None)):
                 raise ValueError(f"onebit.forward_methods: {type(given.model).__name__} has no method {name!r}")
@@ -187,6 +192,15 @@ class Form(ABC):
                 f"{shape.size('tensor')} ranks compute each layer together: pass initialize(tensor_plan=...), which "
                 "says how"
             )
+
+    @classmethod
+    def why_members_stay(cls, config: Config) -> str:
+        """Return why members of a run in this form may not come and go; "" if they may.
+
+        Args:
+            config: The configuration.
+        """
+        return "ranks share its masters, shards or rounds, which a lost one would take along"
 
     @classmethod
     def without_effect(cls, config: Config, shape: GridShape) -> list[str]:

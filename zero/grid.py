@@ -178,7 +178,7 @@ class Grid:
 
     Attributes:
         shape: Number of ranks along each axis.
-        mesh: torch's device mesh, over the process groups of the transports.
+        device_mesh: torch's device mesh, over the process groups of the transports; None over members that come and go.
         world: Transport between all ranks.
         transports: A transport along each axis.
         transport: Transport between the ranks that hold the same part of different replicas, in hops if they are many.
@@ -187,12 +187,12 @@ class Grid:
     """
 
     shape: GridShape
-    mesh: DeviceMesh
+    device_mesh: DeviceMesh | None
     world: Transport
-    transports: Mapping[str, TorchTransport]
+    transports: Mapping[str, Transport]
     transport: Transport
     model_parallel_group: ModelParallelGroup
-    sequence: TorchTransport
+    sequence: Transport
     _parts: list[Closes] = field(default_factory=list, init=False, repr=False)
 
     def close_first(self, part: Closes) -> None:
@@ -204,6 +204,13 @@ class Grid:
         self._parts.append(part)
 
     @property
+    def mesh(self) -> DeviceMesh:
+        """torch's device mesh. Raises RuntimeError over members that come and go, which have none."""
+        if self.device_mesh is None:
+            raise RuntimeError("members that come and go have no device mesh; stage 0 in float32 needs none")
+        return self.device_mesh
+
+    @property
     def coordinates(self) -> dict[str, int]:
         """Position of this rank on each axis."""
         return self.shape.coordinates(self.world.rank)
@@ -211,7 +218,10 @@ class Grid:
     @property
     def device(self) -> torch.device:
         """Device on which this rank computes."""
-        kind = self.mesh.device_type
+        if self.device_mesh is None:
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+        else:
+            kind = self.device_mesh.device_type
         return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.cuda.current_device())
 
     @property

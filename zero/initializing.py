@@ -137,6 +137,12 @@ def initialize(
         if read.zero_optimization.offload_param.device == "none":
             to_device(model, grid.device)
 
+    if training_data is not None and grid.transport.ranks_change:
+        raise ValueError(
+            "training_data would be divided among ranks that stay, and the members of this grid come and go: leave it "
+            "out, and draw from onebit.membership.MemberSampler"
+        )
+
     # Features change the whole model, as they find modules by their classes and shapes; then the form shards it.
     for feature in features:
         feature.prepare(model, grid, is_part=bool(stages))

@@ -346,7 +346,7 @@ class DeepSpeedEngine(Engine):
     @property
     def seq_parallel_group(self) -> torch.distributed.ProcessGroup:
         """The process group of the ranks that share sequences with this one."""
-        return self.grid.sequence.group
+        return self.grid.sequence.group  # type: ignore[attr-defined,no-any-return]
 
     def get_sequence_parallel_group(self) -> torch.distributed.ProcessGroup:
         """The process group of the ranks that share sequences with this one."""
@@ -382,7 +382,7 @@ class DeepSpeedEngine(Engine):
             return self.grid.world.group  # type: ignore[attr-defined,no-any-return]
         for axis, other in (("replica", "shard"), ("shard", "replica")):
             if shape.size(other) == 1:
-                return self.grid.transports[axis].group
+                return self.grid.transports[axis].group  # type: ignore[attr-defined,no-any-return]
         raise RuntimeError(
             f"no process group has the data-parallel ranks of a grid of {shape}; make one with torch.distributed."
             "new_group, or use those of engine.grid.transports along each axis"

@@ -41,7 +41,8 @@ class ActivationCheckpointing(Feature):
 
     def prepare(self, model: nn.Module, grid: Grid, *, is_part: bool) -> None:
         tensor = grid.transports["tensor"]
-        group = tensor.group if self._settings.partition_activations and tensor.world_size > 1 else None
+        is_divided = self._settings.partition_activations and tensor.world_size > 1
+        group = tensor.group if is_divided else None  # type: ignore[attr-defined]
         if self._settings.partition_activations and group is None and grid.world.rank == 0:
             log.info("partition_activations divides nothing: there is one tensor rank")
         keep = Keep(group, self._folder or ("host" if self._settings.cpu_checkpointing else "device"))

@@ -23,11 +23,12 @@ from ...layout.masters import is_low
 from ...model_parallel import ModelParallelGroup, gathered, local
 from ...moments import MomentOptimizer
 from ..config.whole import Config
-from ..form import Given, choice_of
+from ..form import Form, Given, choice_of, is_plain, offloads
 from ..grid import GridShape
 from ..offload.optimizer import Offload
 from ..parallel import dense
 from ..parallel.sharding import Sharding
+from .averaged import Averaged
 from .in_node import InNode, uses_files
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -97,6 +98,14 @@ class Dense(InNode):
                 f"torch's {kind} keeps no float32 masters, so that small updates would be lost: enable "
                 '"bf16" or "fp16", or cast the model with model.float()'
             )
+
+    @classmethod
+    def why_members_stay(cls, config: Config) -> str:
+        return "" if is_plain(config) and not offloads(config) else super().why_members_stay(config)
+
+    @classmethod
+    def build(cls, given: Given) -> Form:
+        return Averaged.build(given) if given.grid.transport.ranks_change else super().build(given)
 
     @classmethod
     def steps_in_two_memories(cls, config: Config) -> bool:

@@ -60,6 +60,12 @@ class Replicated(OneBit, InNode):
         return is_plain(config) and config.optimizer is not None and config.optimizer.is_one_bit
 
     @classmethod
+    def why_members_stay(cls, config: Config) -> str:
+        if uses_files(config):
+            return "its state is in files, and a newcomer gets tensors"
+        return "" if is_plain(config) else super().why_members_stay(config)
+
+    @classmethod
     def make_optimizer(cls, given: Given, held: ModelParallelGroup) -> torch.optim.Optimizer:
         config = given.config
         made = given.optimizer(held, **config.optimizer_options())(given.groups(given.model))

@@ -280,7 +280,7 @@ class Pipeline:
 
     def _schedule(self, trains: bool, micro_batches: int) -> Schedule:
         """A schedule for micro-batches of one shape, because torch's stages keep the buffers of the first shape."""
-        settings, group = self.settings, self._transport.group
+        settings, group = self.settings, self._transport.group  # type: ignore[attr-defined]
         reduces_each = self._sharding.reduces_in_pipeline and settings.schedule not in SPLIT_BACKWARD
         self._sharding.begin_pipeline(reduces_each=reduces_each)
         stages = [

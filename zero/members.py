@@ -1,0 +1,68 @@
+"""The engine in a run whose members come and go (`onebit.membership`): each member has the whole model, at stage 0.
+
+    members = onebit.membership.connect()
+    engine, *_ = onebit.zero.initialize(model=model, config=config, grid=onebit.zero.members.grid_of(members))
+    onebit.zero.members.begin(engine, sampler=sampler)
+
+To the engine a member is a world of one rank, so that nothing of it depends on the others; its optimizer exchanges with
+them. A newcomer takes over the engine's counts, schedule and features besides the optimizer's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .. import membership
+from ..comm import SimTransport
+from ..membership.members import Members, Travels
+from ..model_parallel import model_parallel_group_of
+from .engine import Engine
+from .grid import AXES, Grid, GridShape
+
+_COUNTS = ("global_steps", "skipped_steps", "global_samples")
+
+
+def grid_of(members: Members) -> Grid:
+    """The grid of an engine over these members, for `initialize(grid=)`. Sizes of batches are those of one member.
+
+    Args:
+        members: From `onebit.membership.connect`.
+    """
+    alone = SimTransport()
+    shape = GridShape(tuple(1 for _ in AXES))
+    return Grid(shape, None, alone, dict.fromkeys(AXES, alone), members, model_parallel_group_of(None), alone)
+
+
+def begin(engine: Engine, **travels: Travels) -> None:
+    """Enter the run with an engine over `grid_of`. Args and errors as `onebit.membership.begin`; all members.
+
+    Args:
+        engine: Before its first step. One that has loaded a checkpoint gives its state to the other founders.
+        travels: Other objects whose state a newcomer gets, such as a sampler. The schedule and the counts of the engine
+            are among them already.
+    """
+    if engine.scheduler is not None:
+        travels["engine_schedule"] = engine.scheduler
+    membership.begin(engine.optimizer, engine=_Counts(engine), **travels)  # type: ignore[arg-type]
+
+
+class _Counts:
+    """The engine's counts, and the states of its features."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def state_dict(self) -> dict[str, Any]:
+        engine = self._engine
+        features = {name: value for feature in engine.active_features for name, value in feature.state().items()}
+        before = engine.micro_steps - engine.micro_steps_of_step  # the step under way is the newcomer's, too
+        return {"features": features, "micro_steps": before, **{name: getattr(engine, name) for name in _COUNTS}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        engine = self._engine
+        engine.micro_steps = state_dict["micro_steps"] + engine.micro_steps_of_step
+        for name in _COUNTS:
+            setattr(engine, name, state_dict[name])
+        for feature in engine.active_features:
+            feature.load_state(engine, state_dict["features"])
