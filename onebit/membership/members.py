@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from ..comm import PeerError, SimTransport, Transport
 from ..comm.transports.base import Channel, Work
 from .rendezvous import Rendezvous, Roster
 from .residuals import Loss, Residual, Residuals, residual_norm
-
-if TYPE_CHECKING:
-    from .sampler import MemberSampler
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +58,20 @@ class Standing:
     seconds: float = 0.0
 
 
+class DividesData(Protocol):
+    """A `MemberSampler`, as members see it."""
+
+    balanced: bool
+
+    @property
+    def factor(self) -> float: ...
+    def tell(self) -> float: ...
+    def hear(self, seconds: Sequence[float]) -> None: ...
+    def option_lines(self) -> list[str]: ...
+    def leave_world(self) -> list[int]: ...
+    def enter_world(self, standing: Sequence[Standing]) -> None: ...
+
+
 class Members(Transport):
     """The transport between the members of a run. All members make one, and call `begin` (`change.py`) once.
 
@@ -86,7 +97,7 @@ class Members(Transport):
         self.has_state = False
         self.lost = self.joined = 0
         self.travels: Mapping[str, Travels] = {}
-        self.sampler: MemberSampler | None = None
+        self.sampler: DividesData | None = None
         self._residuals = Residuals()
         self._now: Transport = SimTransport()
         self._sent_before = self._sent_before_inter_node = 0
