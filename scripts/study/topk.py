@@ -1,6 +1,6 @@
 """Top-k frames: of each block the largest elements, their places and four bits of each. The rest stays in the residual.
 
-A codec of the study alone, as signs end lower at equal bits (`local_steps_topk_2026-11.md`). Sources: Aji & Heafield
+A codec of the study alone, as signs end lower at equal bits (`docs/local-steps.md`). Sources: Aji & Heafield
 (arXiv 1704.05021), top-k with error feedback; SparseLoCo (arXiv 2508.15706), in few bits and in rounds.
 """
 
