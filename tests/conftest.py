@@ -18,11 +18,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS / "support"))
 torch.set_num_threads(1)
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])  # data drawn beside other processes
+settings.load_profile("busy")
 
 import tiers  # noqa: E402  (on the path since the line above)
 
