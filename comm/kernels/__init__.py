@@ -50,16 +50,12 @@ def select(name: str, device: torch.device, frame: Literal["int4"]) -> Int4Kerne
 def select(name: str, device: torch.device, frame: Literal["log4"]) -> Log4Kernel: ...
 def select(name: str, device: torch.device, frame: str = "sign") -> object:
     """The functions of a frame for tensors on `device`. Raises ImportError if the backend of this name is missing."""
-    return _select(name, device.type, frame)
-
-
-@functools.cache  # what a machine has does not change while it runs, and a step asks a few times for each bucket
-def _select(name: str, device: str, frame: str) -> ModuleType:
-    backend = BACKENDS[_best(device, frame) if name == "auto" else name]
+    if name == "auto":
+        return _functions(_best(device.type, frame), frame)
+    backend = BACKENDS[name]
     if why := backend.why_not():
         raise ImportError(why)
-    # The module is imported on first use: it may need a package that few machines have.
-    return importlib.import_module(backend.FRAMES[frame], __name__)
+    return _functions(backend.NAME, frame)
 
 
 def describe() -> str:
@@ -77,5 +73,18 @@ def _describe(device: str) -> str:
 
 
 def _best(device: str, frame: str) -> str:
-    """The reference is there for every device and frame."""
-    return next(b.NAME for b in _BACKENDS if b.SERVES in (device, None) and frame in b.FRAMES and not b.why_not())
+    for backend in _candidates(device, frame):
+        if not backend.why_not():
+            return backend.NAME
+    raise AssertionError("the reference is there, for every device and frame")
+
+
+@functools.cache
+def _candidates(device: str, frame: str) -> tuple[Backend, ...]:
+    return tuple(b for b in _BACKENDS if b.SERVES in (device, None) and frame in b.FRAMES)
+
+
+@functools.cache
+def _functions(name: str, frame: str) -> ModuleType:
+    """The module, imported on first use: it may need a package that few machines have."""
+    return importlib.import_module(BACKENDS[name].FRAMES[frame], __name__)

@@ -113,26 +113,17 @@ def test_the_launches_fit_the_source() -> None:
 # Selection
 
 
-@pytest.fixture
-def other_machine() -> Iterator[None]:
-    """What was found of this machine is forgotten, and afterwards what was found of another."""
-    caches = (cupy.why_not, kernels._select)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
-
-
-@pytest.mark.usefixtures("other_machine")
 def test_without_cupy_asking_for_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy.why_not.cache_clear()
     monkeypatch.setattr(cupy.importlib.util, "find_spec", lambda name: None)
-    codec = SignCodec(kernel="cupy")
-    with pytest.raises(ImportError, match=r"pip install 'onebit\[cupy\]'"):
-        codec.decode(torch.zeros(1, 48, dtype=torch.uint8), torch.zeros(1, 256))
+    try:
+        codec = SignCodec(kernel="cupy")
+        with pytest.raises(ImportError, match=r"pip install 'onebit\[cupy\]'"):
+            codec.decode(torch.zeros(1, 48, dtype=torch.uint8), torch.zeros(1, 256))
+    finally:
+        cupy.why_not.cache_clear()
 
 
-@pytest.mark.usefixtures("other_machine")
 def test_cupy_serves_cuda_tensors_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupy, "why_not", lambda: "")
     assert kernels.select("auto", torch.device("cuda")) is cupy
@@ -141,8 +132,11 @@ def test_cupy_serves_cuda_tensors_where_it_is_installed(monkeypatch: pytest.Monk
         SignCodec(kernel="cupy").decode(torch.zeros(1, 48, dtype=torch.uint8), torch.zeros(1, 256))
 
 
-@pytest.mark.usefixtures("other_machine")
 def test_cupy_is_for_nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy.why_not.cache_clear()
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert "NVIDIA" in cupy.why_not()
-    assert kernels.select("auto", torch.device("cuda")) is not cupy
+    try:
+        assert "NVIDIA" in cupy.why_not()
+        assert kernels.select("auto", torch.device("cuda")) is not cupy
+    finally:
+        cupy.why_not.cache_clear()

@@ -337,11 +337,8 @@ def test_a_missing_or_broken_library_is_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     load(monkeypatch, cpu, tmp_path / "_kernels.so")
-    kernels._select.cache_clear()
-    yield
-    kernels._select.cache_clear()
 
 
 @pytest.mark.usefixtures("not_built")
