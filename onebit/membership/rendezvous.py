@@ -112,7 +112,7 @@ class Rendezvous:
         self._meter, self._about, self._beat_count = Meter(), about_here(), 0
         self._changes: dict[int, dict[str, object]] = {}  # the last ones, to be published if this member is the first
         self._published = set[int]()
-        self.min_members, self._told_of = min_members, 0
+        self.min_members, self._told_of, self._in_run = min_members, 0, False
         self._ended = threading.Event()
         self.is_awaited = threading.Event()
         """Set if a newcomer waits for the next epoch, as far as this member has looked. The first one looks for all."""
@@ -161,6 +161,7 @@ class Rendezvous:
         newest = self._newest()
         if newest is not None and newest.epoch > roster.epoch:
             raise PeerError(f"{self.name}: the others have gone on from epoch {roster.epoch} to {newest.epoch}")
+        self._in_run = True
         return True
 
     def confirm(self, roster: Roster, what: str, within_s: float = math.inf) -> None:
@@ -192,6 +193,7 @@ class Rendezvous:
     def begin(self) -> None:
         """Note in the store that the run has begun."""
         self._store.set("begun", "yes")
+        self._in_run = True
 
     def note_change(self, optimizer: Watched, seconds: float, why: str) -> None:
         """Keep what a change cost, for onlookers; nothing is sent here. From now on this optimizer's steps are counted.
@@ -277,7 +279,8 @@ class Rendezvous:
         """Write the members into a store that has come back empty, before a newcomer takes it for a new run's."""
         if not self._beats.check(["newest"]):
             key = f"roster/{now.epoch}"
-            self._beats.set("begun", "yes")
+            if self._in_run:  # else it may be the first epoch, whose roster has no number yet
+                self._beats.set("begun", "yes")
             self._beats.set(key, self._signed(key, {"epoch": now.epoch, "names": list(now.names)}))
             self._beats.set("newest", self._signed("newest", {"epoch": str(now.epoch)}))
             self._published.clear()

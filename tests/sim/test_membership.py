@@ -1009,6 +1009,28 @@ def test_nobody_waits_for_a_member_that_has_given_the_epoch_up() -> None:
     a.leave(), b.leave()
 
 
+def test_a_run_begins_with_its_members_and_not_with_their_roster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first member looks into the store between the roster and its number, which another one writes late."""
+    hub = Hub(2)
+    a, b = (hub.members(name, [INF]).rendezvous for name in "ab")
+    write = b._write
+
+    def write_late(key: str, value: dict[str, object]) -> None:
+        while key == "newest" and not hub.store.check(["newest"]):  # the first member's look
+            time.sleep(0.01)
+        write(key, value)
+
+    monkeypatch.setattr(a, "_close", lambda *args: None)
+    monkeypatch.setattr(b, "_write", write_late)
+    with ThreadPoolExecutor() as pool:
+        of_a = pool.submit(a.meet, None)
+        while hub.store.add("here/1", 0) == 0:
+            time.sleep(0.01)
+        roster = b.meet(None)
+        assert of_a.result(10) == roster and roster.names == ("a", "b") and not a.has_begun(roster)
+    a.leave(), b.leave()
+
+
 def test_a_member_that_waits_comes_again_if_the_rendezvous_comes_back_empty() -> None:
     """What it had written is gone, and it lives: the others would wait for it until `busy_s`."""
     hub = Hub(2)
