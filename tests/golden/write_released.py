@@ -79,7 +79,7 @@ def take_steps(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, ran
 
 
 def train_engine(stage: int, folder: Path) -> None:
-    """Two ranks, started by torchrun, write a checkpoint."""
+    """Two ranks write a checkpoint."""
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": ENGINES[stage], "params": {"lr": 1e-2}},
@@ -102,8 +102,10 @@ def train_engine(stage: int, folder: Path) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) == 3:
-        return train_engine(int(sys.argv[1]), Path(sys.argv[2]))
+    if len(sys.argv) == 2:  # a rank that torchrun has started
+        for stage in ENGINES:
+            train_engine(stage, Path(sys.argv[1]) / f"stage{stage}")
+        return
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     with tempfile.TemporaryDirectory() as made:
         top = Path(made)
@@ -113,9 +115,7 @@ def main() -> None:
             (top / name).mkdir()
             for rank, result in enumerate(run_ranks(2, lambda link, name=name: train(name, link))):
                 torch.save(result, top / name / f"rank{rank}.pt")
-        for stage in ENGINES:
-            folder = top / f"stage{stage}"
-            subprocess.run([*launcher, str(stage), str(folder)], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+        subprocess.run([*launcher, made], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
         target = Path(__file__).with_name(f"released_{onebit.__version__}.zip")
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
             for file in sorted(path for path in top.rglob("*") if path.is_file()):
