@@ -19,7 +19,7 @@ from torch import Tensor
 from ..comm import PeerError, SimTransport, Transport
 from ..comm.transports.base import Channel, Work
 from .rendezvous import Rendezvous, Roster
-from .residuals import Loss, Residual, Residuals, residual_norm
+from .residuals import Loss, Residual, Residuals, RunningResidualNorm
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Members(Transport):
         self.lost = self.joined = 0
         self.travels: Mapping[str, Travels] = {}
         self.sampler: DividesData | None = None
-        self._residuals = Residuals()
+        self._residuals, self._residual_norm = Residuals(), RunningResidualNorm()
         self._now: Transport = SimTransport()
         self._sent_before = self._sent_before_inter_node = 0
         self._channels: list[Channel] = []  # of the epoch, in the order in which they were made
@@ -150,7 +150,7 @@ class Members(Transport):
         Args:
             buckets: Those with residuals. Default: none.
         """
-        return _NOTE.pack(residual_norm(buckets), 0.0 if self.sampler is None else self.sampler.tell())
+        return _NOTE.pack(self._residual_norm(buckets), 0.0 if self.sampler is None else self.sampler.tell())
 
     def hear(self, notes: Sequence[bytes], buckets: Sequence[Residual] = ()) -> None:
         """Take in what the members have added to their votes.
@@ -173,7 +173,7 @@ class Members(Transport):
         """Remember the norms of all members' residuals. Called with each vote.
 
         Args:
-            norms: `residual_norm` of each rank.
+            norms: Of each rank's residuals.
             buckets: This rank's buckets, laid out for the current members.
         """
         assert self.roster is not None

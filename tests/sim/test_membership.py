@@ -28,11 +28,11 @@ import onebit
 from onebit.agreement import replicas
 from onebit.agreement.replicas import ReplicaError
 from onebit.checkpoint.new_world import carried
-from onebit.comm import IdentityCodec, PeerError, SimTransport
+from onebit.comm import ErrorFeedback, IdentityCodec, PeerError, SimTransport
 from onebit.comm.messages import gather_bytes
 from onebit.dense import Bucket, DenseAverager, average_gradients
 from onebit.layout.flat import Layout, lay_out
-from onebit.membership import Buffers, Change, Members, MembershipError, begin, end
+from onebit.membership import Buffers, Change, Members, MembershipError, begin, end, residuals
 from onebit.membership.change import _exchange
 from onebit.membership.members import Standing
 from onebit.membership.rendezvous import Rendezvous, Roster
@@ -299,7 +299,7 @@ def random_changes(seed: int, make: Make, steps: int = 80) -> None:
     [
         ("OnebitAdam", 0),
         ("LocalSteps", 0),
-        *(pytest.param(kind, seed, marks=pytest.mark.thorough) for kind in simulated.KINDS for seed in (1, 2)),
+        *(pytest.param(kind, 1, marks=pytest.mark.thorough) for kind in simulated.KINDS),
     ],
 )
 def test_drawn_schedules_of_changes_end_as_promised(kind: str, seed: int, tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_groups_that_reach_the_rendezvous_but_not_each_other_stand_still() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(k, marks=pytest.mark.thorough) for k in range(6, 30))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(k, marks=pytest.mark.thorough) for k in range(4, 12))])
 def test_random_changes_leave_replicas_equal(seed: int) -> None:
     random_changes(seed, adam)
 
@@ -452,7 +452,7 @@ def test_random_changes_leave_replicas_equal(seed: int) -> None:
     ],
     ids=["muon", "lamb", "measured", "measured 0/1", "local", "local, momentum", "local, balanced", "averaged"],
 )
-@pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.thorough) for k in range(1, 6))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.thorough) for k in (1, 2))])
 def test_random_changes_of_other_optimizers(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     measures_by_messages(monkeypatch)
     random_changes(seed, make)
@@ -581,12 +581,15 @@ def run_of_changes(
 @pytest.mark.parametrize(
     ("founders", "leaves", "newcomers"), [(4, {"b": 18, "c": 18}, ""), (2, {}, "cd"), (1, {}, "b"), (2, {"a": 22}, "")]
 )
-def test_equals_the_textbook_loop_whose_workers_change(founders: int, leaves: dict[str, int], newcomers: str) -> None:
+def test_equals_the_textbook_loop_whose_workers_change(
+    founders: int, leaves: dict[str, int], newcomers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As `test_equals_the_textbook_loop`; powers of two alone, as sums of thirds cancel to another sign.
 
     Residuals are carried over but for those of the lost, whose size is that of their last vote: they die after a step,
     so it is that before this step.
     """
+    monkeypatch.setattr(residuals, "PARTS", 1)  # each vote measures all
 
     def make(params: list[nn.Parameter], members: Members) -> tuple[onebit.OnebitAdam, None]:
         options = {"freeze_step": FREEZE, "warmup_codec": IdentityCodec(), "compression": "always"}
@@ -631,6 +634,28 @@ def test_local_steps_are_those_of_the_members_of_each_round(
             each.append(w)
         x = np.mean(each, axis=0)
     np.testing.assert_allclose(found, x, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [5, 64], [3] * 40])
+def test_a_running_norm_is_the_norm_after_sixteen_votes(sizes: list[int]) -> None:
+    """And at first: of a rank's worker errors of W chunks, and its server error of one."""
+    W, draw = 3, torch.Generator().manual_seed(0)
+    errors = [ErrorFeedback.zeros(W * n, W) for n in sizes]
+    buckets = [Mock(ef=ef, rank=1, layout=Mock(world_size=W, chunk=n)) for ef, n in zip(errors, sizes, strict=True)]
+    for ef in errors:
+        ef.worker.normal_(generator=draw), ef.server.normal_(generator=draw)
+    shares = [ef.worker.view(W, -1) / W for ef in errors]
+    for share, ef in zip(shares, errors, strict=True):
+        share[1] += ef.server
+    expected = pytest.approx(float(torch.cat([torch.zeros(1), *(share.view(-1) for share in shares)]).norm()), rel=1e-5)
+    running = residuals.RunningResidualNorm()
+    first = running(buckets)
+    assert first == expected and residuals.residual_norm(buckets) == expected
+    for ef in errors:
+        ef.worker.mul_(2), ef.server.mul_(2)
+    norms = [running(buckets) for _ in range(16)]
+    assert norms[-1] == pytest.approx(2 * first, rel=1e-5) and norms == sorted(norms)
+    assert not sizes or norms[0] < 1.5 * first
 
 
 def test_the_residuals_of_a_member_that_is_lost_between_rounds_are_counted() -> None:
