@@ -231,7 +231,7 @@ def test_a_newcomer_draws_after_the_shares_of_the_step(
 
 
 RANDOM = [*range(2), *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, 6))]
-RANDOM += [pytest.param(k, marks=pytest.mark.thorough) for k in range(6, 30)]
+RANDOM += [pytest.param(k, marks=pytest.mark.thorough) for k in range(6, 12)]
 
 
 @pytest.mark.parametrize("seed", RANDOM)

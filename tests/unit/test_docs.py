@@ -186,21 +186,6 @@ def test_the_readmes_loop_shows_on_a_slow_network_what_it_says(tmp_path: Path) -
     assert re.findall(pattern, run.stdout) == re.findall(pattern, shown), run.stdout + run.stderr
 
 
-@pytest.mark.processes
-@pytest.mark.thorough
-@pytest.mark.stranger("breaks", "27: the README's own lines do not pass a type checker")
-def test_the_readmes_samples_pass_a_type_checker(tmp_path: Path) -> None:
-    for name, code in SAMPLES.items():
-        (tmp_path / name).write_text(code)
-    # torch's own Tensor.backward has no types, which --strict minds.
-    options = ["--strict", "--untyped-calls-exclude=torch", "--follow-imports=silent", f"--config-file={os.devnull}"]
-    run = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, f"--cache-dir={tmp_path / 'cache'}", *SAMPLES],
-        cwd=tmp_path, env=os.environ | {"MYPYPATH": str(ROOT)}, capture_output=True, text=True, timeout=110,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout
-
-
 # ---------------------------------------------------------------- commands
 
 
