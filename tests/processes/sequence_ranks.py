@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -11,20 +12,21 @@ import onebit
 from onebit import zero
 from onebit.zero import grid as grids
 
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install onebit[transformers]")
+LLAMA, MISTRAL = transformers.LlamaForCausalLM, transformers.MistralForCausalLM
+"""Imported with this module, in the process that forks: in each rank it takes 1 to 2 s."""
 STEPS = 3
 KINDS = {"stage 1": 1, "stage 2": 2, "stage 3": 3, "windows": 3}
 
 
 def decoder(*, in_windows: bool = False) -> nn.Module:
     """A Llama, or a Mistral of whose tokens each sees five."""
-    import transformers
-
     torch.manual_seed(7)
     sizes: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"vocab_size": 97, "num_hidden_layers": 2, "intermediate_size": 40, "max_position_embeddings": 64}
     if in_windows:
-        return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=5)).train()
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).train()
+        return MISTRAL(transformers.MistralConfig(**sizes, sliding_window=5)).train()
+    return LLAMA(transformers.LlamaConfig(**sizes)).train()
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
