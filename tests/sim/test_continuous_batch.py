@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from onebit.comm import PeerError, SimTransport
 from onebit.comm.transports.simulated import run_ranks
-from onebit.zero import ContinuousBatch, init_inference
+from onebit.zero import ContinuousBatch, InferenceEngine, init_inference
 from onebit.zero.inference.batch import Request
+from onebit.zero.inference.cache import StaticCache
 
 
 def answers(batch: ContinuousBatch, requests: list[Request], most_steps: int = 2000) -> list[Tensor]:
@@ -24,6 +25,18 @@ def answers(batch: ContinuousBatch, requests: list[Request], most_steps: int = 2
             return [torch.cat([request.prompt, torch.tensor(request.tokens)]) for request in requests]
         batch.step()
     raise AssertionError([request.reason for request in requests])
+
+
+def count_tokens(engine: InferenceEngine) -> list[int]:
+    """The tokens that each pass of this engine computes, from now on."""
+    run, counts = engine.run, []
+
+    def counting(cache: StaticCache, tokens_BT: Tensor, *rest: object, **named: object) -> Tensor:
+        counts.append(tokens_BT.numel())
+        return run(cache, tokens_BT, *rest, **named)  # type: ignore[arg-type]
+
+    engine.run = counting  # type: ignore[method-assign,assignment]
+    return counts
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -41,19 +54,25 @@ def test_each_is_answered_as_alone(kind: str, rows: int, chunk: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_schedule_of_arrivals_and_cancels(seed: int) -> None:
-    """Drawn: when requests come, how long they are, which sample, which are cancelled and when. Those that go on are
-    as alone; those that are cancelled have a prefix of that. Rows stay dense and memory as it is."""
+    """Drawn: when requests come, how long they are, which sample, which are cancelled and when, and which begin as an
+    earlier prompt with its answer did. Those that go on are as alone; those that are cancelled have a prefix of that.
+    Rows stay dense and memory as it is, and what is reused is not computed."""
     draw = random.Random(seed)
     engine = init_inference(gpt())
+    computed, reference = count_tokens(engine), init_inference(gpt())
     batch = ContinuousBatch(engine, rows=draw.randint(1, 4), chunk=draw.randint(1, 20))
     requests: list[tuple[Request, Tensor]] = []
     while len(requests) < 25 or batch.running or batch.waiting:
         if len(requests) < 25 and draw.random() < 0.4:
-            prompt = torch.tensor([draw.randrange(256) for _ in range(draw.randint(1, 40))])
+            new, earlier = [draw.randrange(256) for _ in range(draw.randint(1, 20))], []
+            if requests and draw.random() < 0.5:
+                former, answer = draw.choice(requests)
+                earlier = [*former.prompt.tolist(), *answer.tolist()][: draw.randint(1, 20)]
+            prompt = torch.tensor(earlier + new)
             how: dict = {"do_sample": True, "seed": draw.randrange(100), "top_k": 20} if draw.random() < 0.5 else {}
             most, ends = draw.randint(1, 24), draw.sample(range(256), 40)
             request = batch.add(prompt, max_new_tokens=most, eos_token_id=ends, **how)
-            alone = engine.generate([prompt], max_new_tokens=most, eos_token_id=ends, **how)[0]
+            alone = reference.generate([prompt], max_new_tokens=most, eos_token_id=ends, **how)[0]
             requests.append((request, alone[len(prompt) :]))
         if requests and draw.random() < 0.1:
             batch.cancel(draw.choice(requests)[0])
@@ -65,6 +84,8 @@ def test_any_schedule_of_arrivals_and_cancels(seed: int) -> None:
     for request, alone in requests:
         assert request.tokens == alone.tolist()[: len(request.tokens)]
         assert request.reason == "cancelled" or len(request.tokens) == len(alone)
+    assert sum(computed) == sum(request.filled - request.reused for request, _ in requests)
+    assert any(request.reused for request, _ in requests)
     assert batch.cache_bytes == 2 * 2 * batch.rows * engine.slots * 64 * 4  # keys and values of two layers
 
 
@@ -76,6 +97,104 @@ def test_a_long_prompt_does_not_stop_the_others() -> None:
     for step in range(10):
         batch.step()
         assert len(first.tokens) == 2 + step and bool(long.tokens) == (step == 9)
+
+
+# ---------------------------------------------------------------- what is not computed again
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_what_a_row_has_is_not_computed_again(kind: str, chunk: int) -> None:
+    """One request after the other: a shared beginning, a prompt once more, one that is a part of it, and a next turn.
+    Windows of 6 tokens are shorter than what is reused."""
+    engine, reference = init_inference(model_of(kind)), init_inference(model_of(kind))
+    system, one, other, turn = prompts(20, 7, 9, 5)
+    batch, computed = ContinuousBatch(engine, rows=3, chunk=chunk), count_tokens(engine)
+    first = torch.cat([system, one])
+
+    def ask(prompt: Tensor, most: int = 8) -> tuple[int, Tensor]:
+        computed.clear()
+        request = batch.add(prompt, max_new_tokens=most, eos_token_id=[])
+        (answer,) = answers(batch, [request])
+        assert torch.equal(answer, reference.generate([prompt], max_new_tokens=most, eos_token_id=[])[0])
+        assert sum(computed) == len(prompt) - request.reused + most - 1
+        return request.reused, answer
+
+    reused, answer = ask(first)
+    assert reused == 0
+    assert ask(torch.cat([system, other]))[0] == len(system)
+    assert ask(first)[0] == len(first) - 1
+    assert ask(system[:10])[0] == 9
+    assert ask(torch.cat([answer, turn]))[0] == len(answer) - 1  # the last token of an answer was not computed
+    assert ask(torch.cat([system, turn]))[0] == len(system)
+
+
+def test_rows_that_run_are_reused() -> None:
+    """By requests that wait until the first has been read, of which one begins as the first's answer does."""
+    engine = init_inference(gpt())
+    (prompt,) = prompts(20)
+    alone = engine.generate([prompt], max_new_tokens=40, eos_token_id=[])[0]
+    batch = ContinuousBatch(engine, rows=3, chunk=8)
+    first = batch.add(prompt, max_new_tokens=40, eos_token_id=[])
+    while len(first.tokens) < 6:
+        batch.step()
+    longer = batch.add(alone[:30], max_new_tokens=5, eos_token_id=[])
+    same_prompt, waits = (batch.add(prompt, max_new_tokens=30, eos_token_id=[]) for _ in range(2))
+    found = answers(batch, [first, longer, same_prompt, waits])
+    assert [longer.reused, same_prompt.reused, waits.reused] == [25, 19, 19]
+    assert same(found, [alone, alone[:35], alone[:50], alone[:50]])
+
+
+def test_a_cancelled_request_leaves_what_it_has_read() -> None:
+    engine, (prompt,) = init_inference(gpt()), prompts(30)
+    batch = ContinuousBatch(engine, rows=2, chunk=8)
+    gone = batch.add(prompt, max_new_tokens=4)
+    batch.step()
+    batch.step()
+    batch.cancel(gone)
+    again = batch.add(prompt, max_new_tokens=4)
+    assert same(answers(batch, [again]), engine.generate([prompt], max_new_tokens=4)) and again.reused == 16
+
+
+def test_the_row_whose_request_ended_first_is_given_away() -> None:
+    """Turns of two conversations take their rows; a third one takes the row of the first."""
+    engine = init_inference(gpt())
+    batch = ContinuousBatch(engine, rows=2, chunk=50)
+    first, second, third, turn = prompts(9, 12, 11, 3)
+    texts = {}
+
+    def ask(name: str, prompt: Tensor) -> int:
+        request = batch.add(prompt, max_new_tokens=3, eos_token_id=[])
+        (texts[name],) = answers(batch, [request])
+        assert torch.equal(texts[name], engine.generate([prompt], max_new_tokens=3, eos_token_id=[])[0])
+        return request.reused
+
+    assert ask("first", first) == ask("second", second) == 0
+    for name in ("first", "second", "first", "second"):
+        held = len(texts[name]) - 1
+        assert ask(name, torch.cat([texts[name], turn])) == held
+    assert ask("third", third) == 0
+    held = len(texts["second"]) - 1
+    assert ask("second", torch.cat([texts["second"], turn])) == held
+    assert ask("first", torch.cat([texts["first"], turn])) == 0
+
+
+def test_tensors_and_lists_of_the_caller_are_theirs() -> None:
+    """A prompt's tensor that is written again, and an answer without its end token, change nothing."""
+    engine, (prompt,) = init_inference(gpt()), prompts(12)
+    before, batch = prompt.clone(), ContinuousBatch(engine, rows=2)
+    request = batch.add(prompt, max_new_tokens=6, eos_token_id=[])
+    batch.step()
+    prompt.fill_(7)
+    (answer,) = answers(batch, [request])
+    request.tokens.clear()
+    next_ones = [torch.cat([answer, answer[:4]]), torch.cat([prompt, prompt[:2]])]
+    found = answers(batch, [batch.add(tokens, max_new_tokens=6, eos_token_id=[]) for tokens in next_ones])
+    assert torch.equal(answer, engine.generate([before], max_new_tokens=6, eos_token_id=[])[0])
+    assert same(found, engine.generate(next_ones, max_new_tokens=6, eos_token_id=[]))
+
+
+# ---------------------------------------------------------------- rules, ranks and failures
 
 
 @pytest.mark.slow
@@ -99,6 +218,7 @@ def test_options_are_of_each_request(kind: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_follow_rank_0(ranks: int) -> None:
     asked, engine = prompts(3, 20, 1, 9, 30), init_inference(gpt())
+    asked += [torch.cat([asked[4], asked[0]]), torch.cat([asked[4][:25], asked[1]])]
 
     def serve(transport: SimTransport) -> list[Tensor]:
         served = init_inference(gpt(), mp_size=ranks, transport=transport)
@@ -112,6 +232,7 @@ def test_ranks_follow_rank_0(ranks: int) -> None:
         batch.cancel(requests[3])
         found = answers(batch, requests)
         batch.close()
+        assert [request.reused for request in requests] == [0, 0, 0, 0, 0, 30, 25]
         return found
 
     found = run_ranks(ranks, serve)[0]
@@ -138,7 +259,7 @@ def test_a_rank_that_is_lost_ends_the_batch() -> None:
 
 
 def test_what_is_not_finite_ends_its_request_alone() -> None:
-    """Its slots are cleared: a later request in its row is as alone."""
+    """Its slots are cleared and not reused: a later request in its row is as alone, also with the same prompt."""
     model = gpt()  # whose memory the engine shares
     weight = model.get_parameter("blocks.0.mlp_in.weight")
     batch = ContinuousBatch(init_inference(model), rows=1)
@@ -148,8 +269,9 @@ def test_what_is_not_finite_ends_its_request_alone() -> None:
     batch.step()
     assert request.reason == "error" and "not finite" in str(request.error)
     weight.data.copy_(before)
-    (answer,) = answers(batch, [batch.add(prompts(3)[0], max_new_tokens=20)])
-    assert torch.equal(answer, init_inference(gpt()).generate(prompts(3), max_new_tokens=20)[0])
+    for length in (3, 9):
+        (answer,) = answers(batch, [batch.add(prompts(length)[0], max_new_tokens=20)])
+        assert torch.equal(answer, init_inference(gpt()).generate(prompts(length), max_new_tokens=20)[0])
 
 
 def raising(tokens: Tensor, logits: Tensor) -> Tensor:

@@ -3,10 +3,12 @@
 1. A request waits until a row is free. Requests begin in the order in which they came.
 2. Its prompt is read in chunks, one a step, so that a long prompt does not stop the answers of others.
 3. A step also decodes one token of every other request at once. Rows stay dense: when a request ends, the last one
-   moves to its row. So a step costs what its requests cost, and memory is that of the cache, whatever comes.
+   changes places with it. So a step costs what its requests cost, and memory is that of the cache, whatever comes.
+4. A row keeps its tokens when its request ends. A prompt that begins as any row does takes those keys and values, and
+   computes the rest. If no row is free of tokens, the one whose request ended first is given away.
 
-Rank 0 decides all of this and chooses the tokens. The other ranks `follow`: each message is one pass over the model, a
-move or an end.
+Rank 0 decides all of this and chooses the tokens. The other ranks `follow`: each message is one pass over the model,
+two rows that change places, a copy of a prefix, or an end.
 
 Shape legend: B rows, T new tokens of a row, S slots, V logits.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
 CHUNK = 256
 """Tokens of a prompt that a step reads: more read prompts faster, and let the answers of others wait longer."""
-NOTHING, PASS, MOVE, CLEAR, END = range(5)
+NOTHING, PASS, COPY, SWAP, CLEAR, END = range(6)
 """What a message asks of the other ranks."""
 
 
@@ -45,6 +48,7 @@ class Request:
         tokens: The answer so far, with its end token.
         reason: None while it goes on, then "stop" after an end token, "length", "cancelled" or "error".
         error: With the reason "error", why.
+        reused: Tokens of the prompt whose keys and values another request had computed.
     """
 
     prompt: Tensor
@@ -52,6 +56,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None
     error: str | None = None
+    reused: int = 0
     _ends: frozenset[int] = frozenset()
     _choice: Choice | None = None
     _read: int = 0  # tokens of the prompt that are in the cache
@@ -61,12 +66,27 @@ class Request:
         """Slots of the cache that hold this request's tokens. The newest token of an answer is not there yet."""
         return self._read + max(0, len(self.tokens) - 1)
 
+    @property
+    def computed(self) -> Tensor:
+        """The tokens in these slots, int64 [filled], on the CPU."""
+        answer = torch.tensor(self.tokens[:-1], dtype=torch.int64, device="cpu")
+        return torch.cat([self.prompt[: self._read], answer])
+
+
+@dataclass(eq=False)
+class FreeRow:
+    """A row that no request has, and the tokens whose keys and values an earlier one left in its first slots."""
+
+    row: int
+    tokens: Tensor
+
 
 class ContinuousBatch:
     """Requests that are answered together, each as `engine.generate` would answer it alone.
 
     Rank 0 calls `add`, `cancel`, `step` and `close`; every other rank of the engine's transport calls `follow`, once.
-    A batch is for one thread.
+    A batch is for one thread. It keeps keys and values of requests that have ended: if the weights have changed, create
+    another one.
 
     Attributes:
         engine: The engine. On one rank it may serve `generate` as well; other ranks only follow, until `close`.
@@ -100,6 +120,8 @@ class ContinuousBatch:
         self.engine, self.rows = engine, rows
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
+        nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
+        self._free = [FreeRow(row, nothing) for row in range(rows)]  # in the order in which their requests ended
         self._chunk = min(chunk, engine.slots)
         self._cache = StaticCache(engine.slots)
         self._cache.fit(rows)
@@ -123,7 +145,8 @@ class ContinuousBatch:
         engine.check(rows, max_new_tokens)
         choice = choice_of(engine.module, rows, None, max_new_tokens, options, engine.device)
         ends = frozenset(ends_of(engine.module, options))
-        self.waiting.append(request := Request(row, max_new_tokens, _ends=ends, _choice=choice))
+        # clone: the caller may write to its own tensor, and the row would be taken for another prompt's.
+        self.waiting.append(request := Request(row.clone(), max_new_tokens, _ends=ends, _choice=choice))
         return request
 
     def cancel(self, request: Request) -> None:
@@ -140,7 +163,7 @@ class ContinuousBatch:
             The requests that got a token or ended, in no order.
         """
         if self.waiting and len(self.running) < self.rows and not self._is_reading():
-            self.running.append(self.waiting.popleft())
+            self._join(self.waiting.popleft())
         if not self.running:
             self._tell(NOTHING)
             return []
@@ -169,8 +192,10 @@ class ContinuousBatch:
             if what == PASS:
                 starts = self._message[4 : 4 + B].tolist()
                 self._compute(first, self._message[4 + self.rows :][: B * T].view(B, T).clone(), starts)
-            elif what == MOVE:
-                self._cache.move(first, B, T)
+            elif what == COPY:
+                self._cache.copy(first, B, T)
+            elif what == SWAP:
+                self._cache.swap(first, B, T)
             elif what == CLEAR:
                 self._cache.clear(first)
 
@@ -184,6 +209,29 @@ class ContinuousBatch:
 
     def _is_reading(self) -> bool:
         return bool(self.running) and self.running[-1]._read < len(self.running[-1].prompt)
+
+    def _join(self, request: Request) -> None:
+        """Give a request the next row, with the longest beginning of its prompt that a row has.
+
+        It takes that row itself if the row is free and has no more than this. Else it takes the row whose request ended
+        first, and a copy: the rest of the other row may be asked for, too.
+        """
+        row, wanted = len(self.running), request.prompt[:-1]  # the last token is computed: its logits choose the next
+        held = [*self._free, *(FreeRow(at, other.computed) for at, other in enumerate(self.running))]
+        # Of several with the same beginning the shortest: it may have no more.
+        source = max(held, key=lambda one: (_in_common(wanted, one.tokens), -len(one.tokens)))
+        reused = _in_common(wanted, source.tokens)
+        own = source if source in self._free and reused == len(source.tokens) else self._free[0]
+        if own.row != row:
+            moved = next(one for one in self._free if one.row == row)
+            self._swap(own.row, row, max(reused, len(moved.tokens)))
+            own.row, moved.row = row, own.row
+        self._free.remove(own)
+        if own is not source and reused:
+            self._tell(COPY, source.row, row, reused)
+            self._cache.copy(source.row, row, reused)
+        request._read = request.reused = reused
+        self.running.append(request)
 
     def _choose(self, requests: list[Request], logits_BV: Tensor, changed: list[Request]) -> None:
         """Append a token to each request, and end those that have their last."""
@@ -224,23 +272,19 @@ class ContinuousBatch:
             self.waiting.remove(request)
             return
         # The last decoding row comes here, and a prompt that is being read takes that one's place: its row is the last.
-        row, is_reading = self.running.index(request), self._is_reading()
-        last = len(self.running) - 1
-        if is_reading and row < last:
-            self._move(last - 1, row)
-            self._move(last, last - 1)
-            self.running[row] = self.running[last - 1]
-            self.running[last - 1] = self.running[last]
-        else:
-            self._move(last, row)
-            self.running[row] = self.running[last]
+        row, last = self.running.index(request), len(self.running) - 1
+        way = [row, last - 1, last] if self._is_reading() and row < last else [row, last]
+        for at, to in pairwise(way):
+            one, other = self.running[at], self.running[to]
+            self._swap(at, to, max(one.filled, other.filled))
+            self.running[at], self.running[to] = other, one
         self.running.pop()
+        self._free.append(FreeRow(last, request.computed if reason != "error" else request.prompt[:0]))
 
-    def _move(self, row: int, to: int) -> None:
-        filled = self.running[row].filled
+    def _swap(self, row: int, to: int, filled: int) -> None:
         if row != to and filled:
-            self._tell(MOVE, row, to, filled)
-            self._cache.move(row, to, filled)
+            self._tell(SWAP, row, to, filled)
+            self._cache.swap(row, to, filled)
 
     # ---------------------------------------------------------------- over ranks
 
@@ -267,3 +311,9 @@ class ContinuousBatch:
         numbers = [what, *about, *[0] * (3 - len(about)), *starts, *[0] * (self.rows - len(starts)), *payload]
         self._message[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self.engine.transport.broadcast(self._message, 0).wait()
+
+
+def _in_common(tokens: Tensor, others: Tensor) -> int:
+    """How many tokens both begin with."""
+    T = min(len(tokens), len(others))
+    return int((tokens[:T] == others[:T]).cumprod(0).sum())

@@ -59,10 +59,17 @@ class StaticCache:
         """
         return CacheView(self, slots, width, rows)
 
-    def move(self, row: int, to: int, filled: int) -> None:
+    def copy(self, row: int, to: int, filled: int) -> None:
         """Copy the first `filled` slots of a row to another."""
         for kept in (*self.keys.values(), *self.values.values()):
             kept[to, :, :filled] = kept[row, :, :filled]
+
+    def swap(self, row: int, to: int, filled: int) -> None:
+        """Exchange the first `filled` slots of two rows."""
+        for kept in (*self.keys.values(), *self.values.values()):
+            before = kept[row, :, :filled].clone()  # indexing both rows at once takes three times as long
+            kept[row, :, :filled] = kept[to, :, :filled]
+            kept[to, :, :filled] = before
 
     def clear(self, row: int) -> None:
         """Forget what is not finite: also slots that are masked would spoil a row with it, as 0 × NaN is NaN."""
