@@ -114,7 +114,9 @@ def test_an_answer_whole_and_in_pieces(server: Server) -> None:
     expected = of_bytes(server.alone("Once", 12))
     whole = server.post(prompt="Once", max_tokens=12, temperature=0).json()
     assert whole["choices"][0]["text"] == expected and whole["choices"][0]["finish_reason"] == "length"
-    assert whole["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+    usage = whole["usage"]
+    assert usage.pop("prompt_tokens_details")["cached_tokens"] in range(4)  # as earlier tests have asked
+    assert usage == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
     streamed = server.post(prompt=list(b"Once"), max_tokens=12, stream=True, temperature=0).text
     lines = [line.removeprefix("data: ") for line in streamed.split("\n\n") if line]
     events = [json.loads(line) for line in lines[:-1]]
@@ -124,6 +126,21 @@ def test_an_answer_whole_and_in_pieces(server: Server) -> None:
     chat = server.post("/v1/chat/completions", messages=talk, max_tokens=12).json()
     assert chat["choices"][0]["message"] == {"role": "assistant", "content": expected}
     assert chat["object"] == "chat.completion"
+
+
+def test_a_talk_computes_its_new_tokens_alone(server: Server) -> None:
+    """Sampled answers are as alone, whatever is taken from the turn before."""
+    talk = [{"role": "system", "content": "Speak as a pirate."}, {"role": "user", "content": "Who?"}]
+    text, held = "".join(message["content"] for message in talk), 0
+    for turn in range(3):
+        how = {"temperature": 0.9, "seed": turn}
+        answer = server.post("/v1/chat/completions", messages=talk, max_tokens=2, **how).json()
+        said = answer["choices"][0]["message"]["content"]
+        assert said == of_bytes(server.alone(text, 2, do_sample=True, **how))
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= held
+        held, text = len(text.encode()), text + said + "And?"
+        talk += [{"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+    assert held > 30
 
 
 def test_a_stop_string_ends_the_answer(server: Server) -> None:

@@ -221,8 +221,12 @@ def make_app(served: Served, worker: Worker, limits: Limits, token: str | None) 
         if asked.stream:
             return StreamingResponse(_events(form, about, pieces), media_type="text/event-stream")
         parts = [part async for part in pieces]
-        usage = {"prompt_tokens": len(tokens), "completion_tokens": len(answer.tokens)}
-        usage["total_tokens"] = sum(usage.values())
+        usage = {
+            "prompt_tokens": len(tokens),
+            "completion_tokens": len(answer.tokens),
+            "total_tokens": len(tokens) + len(answer.tokens),
+            "prompt_tokens_details": {"cached_tokens": answer.reused},
+        }
         choice = {"index": 0, **form.whole("".join(piece for piece, _ in parts)), "logprobs": None}
         choice["finish_reason"] = parts[-1][1]
         return JSONResponse({**about, "object": form.name, "choices": [choice], "usage": usage})
