@@ -258,11 +258,13 @@ def test_a_rank_that_is_lost_ends_the_batch() -> None:
     assert seen[0].ranks == (1,)
 
 
-def test_what_is_not_finite_ends_its_request_alone() -> None:
-    """Its slots are cleared and not reused: a later request in its row is as alone, also with the same prompt."""
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_what_is_not_finite_ends_its_request_alone(chunk: int) -> None:
+    """After its first chunk, so that a cancelled request leaves no such keys. Its slots are cleared and not reused: a
+    later request in its row is as alone, also with the same prompt."""
     model = gpt()  # whose memory the engine shares
     weight = model.get_parameter("blocks.0.mlp_in.weight")
-    batch = ContinuousBatch(init_inference(model), rows=1)
+    batch = ContinuousBatch(init_inference(model), rows=1, chunk=chunk)
     before = weight.detach().clone()
     weight.data[0] = torch.nan
     request = batch.add(prompts(9)[0], max_new_tokens=4)

@@ -178,7 +178,8 @@ class ContinuousBatch:
             chunk = request.prompt[request._read :][: self._chunk]
             logits_1V = self._pass(len(self.running) - 1, chunk[None], [request._read])
             request._read += len(chunk)
-            if not self._is_reading():
+            # A chunk that is not finite ends its request, so that no row keeps what it made.
+            if not self._is_reading() or not bool(logits_1V.isfinite().all()):
                 self._choose([request], logits_1V, changed)
         return changed
 
