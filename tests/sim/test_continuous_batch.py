@@ -240,6 +240,29 @@ def test_ranks_follow_rank_0(ranks: int) -> None:
     assert same(found[:3] + found[4:], alone[:3] + alone[4:]) and torch.equal(found[3], asked[3])
 
 
+@pytest.mark.slow
+@needs_transformers
+def test_positions_that_depend_on_the_longest_row_are_refused() -> None:
+    """LongRoPE turns all keys of a pass by other angles if one row is longer than the texts of the first training."""
+    import transformers
+
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, **factors}
+    config = transformers.Phi3Config(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=256,
+        original_max_position_embeddings=16, max_position_embeddings=64, rope_parameters=rope,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    model = transformers.Phi3ForCausalLM(config).eval()
+    with pytest.raises(ValueError, match="set max_out_tokens to 16"):
+        ContinuousBatch(init_inference(model))
+    engine = init_inference(model, max_out_tokens=16)
+    asked = [prompt[:12] for prompt in prompts(12, 7)]
+    batch = ContinuousBatch(engine, rows=2, chunk=5)
+    found = answers(batch, [batch.add(prompt, max_new_tokens=4, eos_token_id=[]) for prompt in asked])
+    assert same(found, engine.generate(asked, max_new_tokens=4, eos_token_id=[]))
+
+
 def test_a_rank_that_is_lost_ends_the_batch() -> None:
     seen: list[PeerError] = []
 

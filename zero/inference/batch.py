@@ -104,8 +104,8 @@ class ContinuousBatch:
             chunk: Tokens of a prompt that a step reads (default 256).
 
         Raises:
-            ValueError: rows or chunk is below 1, the model does not decode or has an encoder, or the engine replays
-                CUDA graphs, which are of one shape.
+            ValueError: rows or chunk is below 1, the model does not decode or has an encoder, rows are so long that
+                LongRoPE changes with the longest, or the engine replays CUDA graphs, which are of one shape.
         """
         if rows < 1 or chunk < 1:
             raise ValueError(f"expected rows and chunk of at least 1, got {rows} and {chunk}")
@@ -117,6 +117,11 @@ class ContinuousBatch:
                 "engine.generate() with a batch of inputs"
             )
         engine.check([torch.zeros(1, dtype=torch.int64, device="cpu")], 1)
+        if (most := engine.longest_of_one_rope) is not None and most < engine.slots:
+            raise ValueError(
+                f"{type(engine.module).__name__} has LongRoPE: a row of more than {most} tokens would change the keys "
+                f"of all rows beside it; set max_out_tokens to {most}, or call engine.generate() with one prompt"
+            )
         self.engine, self.rows = engine, rows
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()

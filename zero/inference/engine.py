@@ -91,6 +91,14 @@ class InferenceEngine:
         return found if isinstance(found, int) else None
 
     @property
+    def longest_of_one_rope(self) -> int | None:
+        """The longest row with which the angles of LongRoPE are those of short rows; None if they never change."""
+        ropes = getattr(getattr(self.module, "config", None), "rope_parameters", None) or {}
+        of_kinds = [ropes] if "rope_type" in ropes else [rope for rope in ropes.values() if isinstance(rope, dict)]
+        found = [rope["original_max_position_embeddings"] for rope in of_kinds if rope.get("rope_type") == "longrope"]
+        return min(found, default=None)
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of weights and buffers on this rank, without the cache."""
         tensors = {x.data_ptr(): x.nbytes for x in (*self.module.parameters(), *self.module.buffers())}
