@@ -1,10 +1,12 @@
-"""Requests of unlike lengths: one at a time, in batches that end together, and in a running batch.
+"""Requests of unlike lengths: one at a time, in batches that end together, and in a running batch; and the time to the
+first token if a running batch has computed the beginning of the prompt before.
 
     python scripts/bench.py serving --record scripts/records/serving_2026-11.md
 
 Every side answers the same requests: prompts and answers of random lengths, greedy, without end tokens. Batches take
 the requests as they come, and last until their longest answer; only the tokens that were asked count. All sides take
-turns; medians are compared. Reading a prompt is part of the time.
+turns; medians are compared. Reading a prompt is part of the time. A running batch is a new one each time, because it
+would not read the same prompts again.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from onebit.zero import ContinuousBatch, InferenceEngine, init_inference
 
 Asked = list[tuple[Tensor, int]]
 """Prompts, and how many tokens each answer has."""
+TAIL = 32
+"""Tokens of a prompt after those that are reused."""
 
 
 def requests(count: int, prompts: tuple[int, int], answers: tuple[int, int]) -> Asked:
@@ -55,7 +59,8 @@ def by_generate(engine: InferenceEngine, asked: Asked, rows: int) -> None:
         engine.generate([prompt for prompt, _ in batch], max_new_tokens=most, eos_token_id=[])
 
 
-def by_running_batch(batch: ContinuousBatch, asked: Asked) -> None:
+def by_running_batch(engine: InferenceEngine, asked: Asked, rows: int) -> None:
+    batch = ContinuousBatch(engine, rows)
     under_way = [batch.add(prompt, max_new_tokens=most, eos_token_id=[]) for prompt, most in asked]
     while batch.running or batch.waiting:
         batch.step()
@@ -85,14 +90,33 @@ def compare(args: argparse.Namespace) -> dict[str, float]:
         sides |= {
             f"{dtype}, one at a time": partial(by_generate, engine, asked, 1),
             f"{dtype}, batches of {args.rows}": partial(by_generate, engine, asked, args.rows),
-            f"{dtype}, running batch of {args.rows}": partial(
-                by_running_batch, ContinuousBatch(engine, args.rows), asked
-            ),
+            f"{dtype}, running batch of {args.rows}": partial(by_running_batch, engine, asked, args.rows),
         }
     return {name: statistics.median(seconds) for name, seconds in in_turn(sides, args.repeats).items()}
 
 
-def report(seconds: dict[str, float], args: argparse.Namespace) -> str:
+def compare_first_tokens(args: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """By dtype, median seconds to the first token, of a new prompt and of one whose beginning is reused."""
+    tokens = torch.Generator().manual_seed(0)
+    length = args.prefix + TAIL
+    prefix, nothing = torch.randint(8192, (args.prefix,), generator=tokens), torch.zeros(0, dtype=torch.int64)
+
+    def answer(batch: ContinuousBatch, start: Tensor) -> None:
+        rest = torch.randint(8192, (length - len(start),), generator=tokens)
+        request = batch.add(torch.cat([start, rest]), max_new_tokens=1, eos_token_id=[])
+        while request.reason is None:
+            batch.step()
+
+    sides: dict[tuple[str, bool], Callable[[], None]] = {}
+    for dtype in args.dtypes:
+        keys = {"dtype": dtype, "kernel_inject": args.compile, "max_out_tokens": length + 1}
+        batch = ContinuousBatch(init_inference(build(args.size, length + 1), keys))
+        sides |= {(dtype, False): partial(answer, batch, nothing), (dtype, True): partial(answer, batch, prefix)}
+    found = {side: statistics.median(seconds) for side, seconds in in_turn(sides, args.repeats).items()}
+    return {dtype: (found[dtype, False], found[dtype, True]) for dtype in args.dtypes}
+
+
+def report(seconds: dict[str, float], first_tokens: dict[str, tuple[float, float]], args: argparse.Namespace) -> str:
     tokens = sum(most for _, most in requests(args.requests, tuple(args.prompts), tuple(args.answers)))
     text = [
         "| side | seconds | tokens/s | of one at a time | of transformers, one at a time |",
@@ -111,6 +135,13 @@ def report(seconds: dict[str, float], args: argparse.Namespace) -> str:
         f"{'compiled' if args.compile else 'eager'} decode steps, threads {torch.get_num_threads()}, medians of "
         f"{args.repeats}.\n"
     )
+    text += [
+        f"| ms to the first token of {args.prefix + TAIL} | all computed | {args.prefix} reused | |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, (new, reused) in first_tokens.items():
+        text.append(f"| {name}, running batch | {1e3 * new:.0f} | {1e3 * reused:.0f} | {new / reused:.1f} × |")
+    text.append("")
     return "\n".join([*text, here(), ""])
 
 
@@ -123,7 +154,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--requests", type=int, default=24)
     add("--prompts", nargs=2, type=int, default=[16, 128], metavar=("LEAST", "MOST"))
     add("--answers", nargs=2, type=int, default=[8, 96], metavar=("LEAST", "MOST"))
+    add("--prefix", type=int, default=512, help="tokens of a prompt that are reused")
     add("--repeats", type=int, default=3)
     add("--compile", action="store_true", help="the decode step")
     args = parser.parse_args(argv)
-    publish(args, f"# Requests of unlike lengths\n\n{report(compare(args), args)}")
+    publish(args, f"# Requests of unlike lengths\n\n{report(compare(args), compare_first_tokens(args), args)}")
