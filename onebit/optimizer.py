@@ -360,7 +360,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _take_step_once(self, scale: float) -> Sequence[str] | None:
         self._settle_masters()
-        landed = self._land()
+        is_first, landed = self._delayed.step is None, self._land()
         try:
             resends = self.overlap.has_changed(scale)
             self._begin()
@@ -372,6 +372,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             decision: Decision | None = self._decide_alone(scale)
         else:
             if ballot is not None and self._is_delayed:
+                if is_first and self._members is not None and not ballot.votes:
+                    self._read(ballot)  # a member that is lost must leave no other one two steps ahead of the rest
                 self._delayed.leave(ballot, self.stats.clip_factor, self.ahead)
                 self.stats.phase = self.rule.round_name()
                 return landed
@@ -482,7 +484,6 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         """The step that was sent and has not landed; None if there is none. See `delay`."""
         return self._delayed.step
 
-    @calling("optimizer.sync()")
     def sync(self) -> None:
         """Land the step under way (`delay=1`), so that parameters contain every step that was taken. All ranks.
 
@@ -491,11 +492,29 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         """
         if self._delayed.step is None:
             return
-        with torch.no_grad(), self.computing.paused():
-            self._settle_masters()
-            bad = self._land()
-            self._delayed.follow()
+        # At a change a member in sync() meets others that are in step(), which has no name.
+        name = "optimizer.sync()" if self._members is None else ""
+        with torch.no_grad(), calling(name), self.computing.paused():
+            bad = self._land_now() if self._members is None else self._land_among(self._members)
         self.skip_limit.observe(bad is not None, bad or (), self.transport, self.model_parallel_group.whole)
+
+    def _land_now(self) -> list[str] | None:
+        """End the step under way, before another one is sent."""
+        self._settle_masters()
+        bad = self._land()
+        self._delayed.follow()
+        return bad
+
+    def _land_among(self, members: Members) -> list[str] | None:
+        """`_land_now` among members that come and go: if one is lost, the step is sent again, or taken over."""
+        why, self._lost = self._lost, None
+        while True:
+            try:
+                if why is not None:
+                    change(self, members, why)
+                return self._land_now()
+            except PeerError as error:
+                why = error
 
     def _land(self) -> list[str] | None:
         """End the step under way, as `_take_step` would have ended it; parameters have yet to follow."""
@@ -669,11 +688,6 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     # ---------------------------------------------------------------- members that come and go
 
     def _why_members_stay(self) -> str:
-        if self.delay:
-            return (
-                "with delay=1 a step is under way between two, and its gradients are gone: if a member were lost, the "
-                "others could not take it again; use delay=0"
-            )
         if self.model_parallel_group.whole.world_size > 1:
             return "a member is one rank, and this model is divided among several"
         return self.rule.why_members_stay()
@@ -691,29 +705,40 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             (why, self._lost), steps = (self._lost, None), -1
             try:
                 if why is not None or self._change_is_due:
+                    if why is None:
+                        self._land_now()  # newcomers would have no gradients in it
                     self._change_is_due = False
-                    found = change(self, members, why)
-                    if found.took_step:
+                    if change(self, members, why).took_step:
                         # The state that was taken over counts this step, and step() counts it again: this member
                         # would compare replicas one step before the others.
                         self.replica_check.counted -= 1
                         return None
-                    if found.is_back:  # gradients of parameters that the run has left behind count as none
-                        self.zero_grad()
-                steps = self.steps_taken()
+                steps = self.progress()[0]
                 return self._take_step_once(scale * members.gradient_factor)
             except PeerError as error:
                 self._lost = error
-                if 0 <= steps < self.steps_taken():
+                if 0 <= steps < self.progress()[0]:
                     return None  # taken and written; the members meet before the next one
 
-    def progress(self) -> tuple[int, int]:
-        """See `membership.change.Changing`."""
-        return self.steps_taken(), int(self.policy.compresses is not None)
+    @property
+    def forgotten(self) -> State | None:
+        """The step under way if a change of members has ended it, until it is sent again. See `delay`."""
+        return self._delayed.forgotten
+
+    @forgotten.setter
+    def forgotten(self, record: State | None) -> None:
+        self._delayed.forgotten = record
+
+    def progress(self) -> tuple[int, ...]:
+        """See `membership.change.Changing`. A step under way counts: all gradients of this rank are in it."""
+        landed, is_under_way = self.steps_taken(), self._delayed.step is not None or self.forgotten is not None
+        return landed + is_under_way, landed, int(self.policy.compresses is not None)
 
     def end_interrupted_step(self) -> None:
         """See `membership.change.Changing`."""
         self.rule.end_interrupted_step()
+        if self.forgotten is not None and self._members is not None:
+            self._delayed.send_forgotten(self.forgotten, self.ahead, self._members.note(self.buckets))
 
     def leave_world(self) -> State:
         """See `membership.change.Changing`."""
@@ -733,10 +758,14 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def take_over(self, theirs: State, own: State | None) -> None:
         """See `membership.change.Changing`."""
-        new_world.take_over(self, theirs, own)
+        assert self._members is not None
+        if own is None:
+            self.zero_grad()  # gradients of parameters that the run has left behind count as none
+        new_world.take_over(self, theirs, own, self._unscale() * self._members.gradient_factor)
         self._resume()
 
     def _forget_step(self) -> None:
+        self._delayed.forget()
         super()._forget_step()
         self._roll = None
 

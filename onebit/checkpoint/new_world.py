@@ -3,6 +3,7 @@
 What all ranks have (moments, D, frames) is cut into other chunks, without loss. Residuals are each rank's own. A rank
 counts 1/W in every mean, so a worker error e becomes e·W'/W: what is not sent yet keeps its weight. A server error of
 elements that this rank still owns stays; the rest goes into its worker error, times W', as nobody else can send it.
+A step that was under way (`delay=1`) moves along, to be sent again: see `step/under_way.py`.
 
 `onebit/membership/` moves an optimizer from one world to the next; the files of another world are taken over by
 `change_world_size.py`.
@@ -16,9 +17,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..layout.bucket import Bucket
 from ..layout.flat import Layout, lay_out
 from ..model_parallel import local
+from ..step.under_way import NAME
 from ..usage.contract import State
+from ..usage.frozen import gradient_of
 from .change_world_size import PLACE, reframe, resize
 from .optimizer_state import identity, restore
 from .owner import StateOwner
@@ -34,10 +38,13 @@ def leave(optimizer: StateOwner, sent: Sequence[bool]) -> State:
     """
     state = optimizer.state_dict()
     for bucket, record, is_sent in zip(optimizer.buckets, state["onebit"]["buckets"], sent, strict=True):
-        ef, record["next"] = bucket.ef, None
+        ef = bucket.ef
         record["has_errors"] = ef is not None
-        if ef is not None:
-            record["next"] = (ef.worker_next, ef.server_next) if is_sent else (ef.worker, ef.server)
+        record["errors"] = record["next"] = None if ef is None else (ef.worker, ef.server)
+        if ef is not None and is_sent:
+            record["next"] = (ef.worker_next, ef.server_next)
+    if optimizer.forgotten is not None:
+        state["onebit"][NAME] = optimizer.forgotten
     return state
 
 
@@ -46,30 +53,44 @@ def for_others(optimizer: StateOwner, state: State) -> State:
     entries = {
         key: {name: x for name, x in entry.items() if name != "worker_error"} for key, entry in state["state"].items()
     }
-    own = ("server_error", "next")
+    own = ("server_error", "errors", "next")
     buckets = [{name: x for name, x in one.items() if name not in own} for one in state["onebit"]["buckets"]]
+    record = {**state["onebit"], "buckets": buckets}
+    if NAME in record:
+        record[NAME] = {name: record[NAME][name] for name in ("step", "kind", "numbers", "clip_factor")}
     return {
         "groups": [{k: x for k, x in group.items() if k not in _APART} for group in optimizer.param_groups],
         "parameters": [local(p).detach() for group in optimizer.param_groups for p in group["params"]],
         "state": entries,
         "param_groups": [{"params": group["params"]} for group in state["param_groups"]],
-        "onebit": {**state["onebit"], "buckets": buckets},
+        "onebit": record,
     }
 
 
 def enter(optimizer: StateOwner, state: State) -> None:
     """Go on from a state that `leave` gave, in the transport's world."""
-    residuals: list[tuple[Tensor, Tensor] | None] = []
-    for bucket, record in zip(optimizer.buckets, state["onebit"]["buckets"], strict=True):
-        worker = None if bucket.ef is None else bucket.ef.worker
-        residuals.append(None if worker is None else (worker, record["server_error"]))
+    residuals = [record["errors"] for record in state["onebit"]["buckets"]]
     _settle(optimizer, state, residuals, state["onebit"])
+    if optimizer.forgotten is not None and "buckets" in optimizer.forgotten:
+        pairs = zip(optimizer.buckets, optimizer.forgotten["buckets"], residuals, strict=True)
+        buckets = [_moved(optimizer, bucket, sent, errors) for bucket, sent, errors in pairs]
+        optimizer.forgotten = {**optimizer.forgotten, "buckets": buckets}
 
 
-def take_over(optimizer: StateOwner, theirs: State, own: State | None) -> None:
+def _moved(optimizer: StateOwner, bucket: Bucket, its: State, errors: tuple[Tensor, Tensor] | None) -> State:
+    """The frames and the residual of a step that is sent again. errors: in the former world, before that step."""
+    assert errors is not None and bucket.ef is not None
+    change = its["residual"].float() - errors[0].float()
+    residual = resize(change, bucket.layout.numel).add_(bucket.ef.worker)
+    return {"sent": reframe(its["sent"], optimizer.codec, change.numel(), bucket.layout), "residual": residual}
+
+
+def take_over(optimizer: StateOwner, theirs: State, own: State | None, scale: float) -> None:
     """Take over what another rank gave `for_others`, a step later than `own`, or into a rank that had no state.
 
     With a state of its own a rank keeps its options: it takes the same step, and its schedule moves on from there.
+
+    scale: of this rank's gradients, for a step under way there that it has not sent here.
     """
     mine = optimizer.param_groups
     for group, options in zip(mine, theirs["groups"], strict=True) if own is None else ():
@@ -85,8 +106,13 @@ def take_over(optimizer: StateOwner, theirs: State, own: State | None) -> None:
             local(p).copy_(x)
     residuals: list[tuple[Tensor, Tensor] | None] = [None] * len(optimizer.buckets)
     if own is not None:
-        residuals = [record["next"] for record in own["onebit"]["buckets"]]
+        has_landed = own["onebit"]["steps"] == theirs["onebit"]["steps"]
+        residuals = [record["errors" if has_landed else "next"] for record in own["onebit"]["buckets"]]
     _settle(optimizer, theirs, residuals, theirs["onebit"] if own is None else own["onebit"])
+    if (step := theirs["onebit"].get(NAME)) is not None:
+        present = [gradient_of(p) is not None for p in optimizer.buckets.params]
+        step = {**step, "present": present, "scale": scale * step["clip_factor"]}
+    optimizer.forgotten = step
 
 
 def _settle(optimizer: StateOwner, state: State, residuals: list[tuple[Tensor, Tensor] | None], was: State) -> None:
@@ -94,7 +120,8 @@ def _settle(optimizer: StateOwner, state: State, residuals: list[tuple[Tensor, T
     former = [lay_out(bucket.layout.shapes, bucket.layout.block, was["world_size"]) for bucket in optimizer.buckets]
     optimizer.relay()
     identified = identity(optimizer)
-    record = state["onebit"] | {key: identified[key] for key in PLACE}
+    record = {name: value for name, value in state["onebit"].items() if name != NAME}
+    record |= {key: identified[key] for key in PLACE}
     entries, buckets = {key: dict(entry) for key, entry in state["state"].items()}, []
     for bucket, layout, saved, both in zip(optimizer.buckets, former, record["buckets"], residuals, strict=True):
         frames, numel = saved["frames"], bucket.layout.numel

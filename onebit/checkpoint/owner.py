@@ -36,6 +36,7 @@ class StateOwner(Protocol):
     stats: Stats
     clipper: Clipper
     ahead: Lookahead | None
+    forgotten: State | None
 
     @property
     def step_under_way(self) -> StepUnderWay | None:

@@ -62,7 +62,7 @@ class Changing(Protocol):
     def progress(self) -> tuple[int, ...]:
         """How far this member is. The furthest in the order of tuples gives its state to all others.
 
-        First the number of the last step that all members took together.
+        First the number of the last step that this member's gradients are in, whether it has landed or not.
         """
 
     def end_interrupted_step(self) -> None:
@@ -228,7 +228,8 @@ def _enter_next(
     own = optimizer.leave_world()
     sampler = members.sampler
     data, seconds = ([], 0.0) if sampler is None else (sampler.leave_world(), sampler.tell())
-    steps, progress, is_new = optimizer.steps_taken(), list(optimizer.progress()), members.roster is None
+    progress, is_new = list(optimizer.progress()), members.roster is None
+    steps = max(optimizer.steps_taken(), progress[0])  # a step under way has had its samples
     while True:
         try:
             members.enter_next(why)

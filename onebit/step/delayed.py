@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..agreement.step_vote import Ballot, present_anywhere
+from ..comm import PeerError
 from ..layout.bucket import Bucket
 from ..layout.buckets import Buckets
 from ..usage.contract import Group, State
@@ -51,6 +53,7 @@ class DelayedSteps:
 
     Attributes:
         step: The step that was sent and has not landed; None if there is none.
+        forgotten: Its record if a change of members has ended it before it landed, until it is sent again.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class DelayedSteps:
         computing: StopWatch,
     ):
         self.step: StepUnderWay | None = None
+        self.forgotten: State | None = None
         self._landed: Landed | None = None
         self._driver, self._buckets, self._rule, self._placement = driver, buckets, rule, placement
         self._computing = computing
@@ -77,9 +81,12 @@ class DelayedSteps:
         self._driver.suspend()
         if self._placement.hierarchy.local_size > 1:  # the sum inside the node
             self._driver.advance(range(len(self._buckets)), is_awaited=True)
-        sent = [bucket.wires[self._placement.codec].sent_HB.clone() for bucket in self._buckets]
-        self.step = StepUnderWay(ballot, clip_factor, sent, ahead)
+        self.step = StepUnderWay(ballot, clip_factor, self._sent(), ahead)
         self._look_ahead(ahead, 1.0)
+
+    def _sent(self) -> list[Tensor]:
+        """For each bucket, a copy of the frames that this rank has sent, before averages replace them."""
+        return [bucket.wires[self._placement.codec].sent_HB.clone() for bucket in self._buckets]
 
     def _look_ahead(self, ahead: Lookahead | None, sign: float) -> None:
         """Move the parameters ahead (sign 1) or back (-1).
@@ -126,9 +133,12 @@ class DelayedSteps:
         with self._buckets.with_options(step.options):
             try:
                 is_taken = is_good(step.ballot)
-            except BaseException:
+            except BaseException as error:
                 self._driver.suspend()  # a state that is saved now must still contain the step
-                self._look_ahead(step.ahead, 1.0)
+                if isinstance(error, PeerError) and self._placement.transport.ranks_change:
+                    step.ahead = None  # ahead and back once more would leave other bits than on other members
+                else:
+                    self._look_ahead(step.ahead, 1.0)
                 raise
             self.step = None
             if is_taken:
@@ -158,25 +168,52 @@ class DelayedSteps:
             self._driver.skip()
             self.step = None
 
-    def send_again(self, record: State, ahead: Lookahead | None) -> None:
+    def forget(self) -> None:
+        """Let the parameters be where the last landed step has left them, and keep the step under way as a record.
+
+        Local: nothing is waited for, and the driver has yet to skip the step.
+        """
+        self.follow()
+        if self.step is not None:
+            self._look_ahead(self.step.ahead, -1.0)
+            self.forgotten = self.step.record(self._buckets[:])
+            self.step = None
+
+    def send_forgotten(self, record: State, ahead: Lookahead | None, note: bytes) -> None:
+        """Launch the step that was forgotten, among the members as they are now. All ranks.
+
+        Args:
+            record: The step.
+            ahead: How far parameters look ahead until it lands. None: not at all.
+            note: What this member adds to its vote.
+        """
+        self.send_again(record, ahead, note)
+        self.forgotten = None
+        self._look_ahead(ahead, 1.0)
+
+    def send_again(self, record: State, ahead: Lookahead | None, note: bytes = b"") -> None:
         """Launch a step that was under way when its state was saved. The rest of the state must have been loaded.
 
         Args:
-            record: The saved step, from `StepUnderWay.record`.
-            ahead: How far parameters look ahead until it lands. None: not at all.
+            record: The saved step, from `StepUnderWay.record`. If it has no "buckets", this rank has not sent its
+                gradients in that step, and does so now, multiplied by "scale".
+            ahead: How far parameters look ahead until it lands; they do already. None: not at all.
+            note: What this rank adds to its vote. Default b"".
         """
-        header, mine = vote_of(record, len(self._buckets.frozen))
+        header, mine = vote_of(record, len(self._buckets.frozen), note)
         with torch.no_grad():
             self._driver.begin()
             self._rule.begin_step()
-            for bucket, saved in zip(self._buckets, record["buckets"], strict=True):
-                assert bucket.ef is not None
-                bucket.ef.worker_next.copy_(saved["residual"])
-                self._driver.launch(bucket, self._rule.send_again(bucket, saved["sent"]), is_alone=True)
-            sent = [
-                saved["sent"].to(bucket.device, copy=True)
-                for bucket, saved in zip(self._buckets, record["buckets"], strict=True)
-            ]
+            for bucket in self._buckets:
+                if "buckets" in record:
+                    saved = record["buckets"][bucket.index]
+                    assert bucket.ef is not None
+                    bucket.ef.worker_next.copy_(saved["residual"])
+                    step = self._rule.send_again(bucket, saved["sent"])
+                else:
+                    step = self._rule.step(bucket, record["scale"])
+                self._driver.launch(bucket, step, is_alone=True)
             self._driver.suspend()
+            sent = self._sent()
             ballot = Ballot.cast(self._placement.transport, header, mine, self._buckets[0].device)
         self.step = StepUnderWay(ballot, record["clip_factor"], sent, ahead)

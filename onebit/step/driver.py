@@ -47,6 +47,7 @@ TRANSITIONS: Mapping[tuple[StepState, str], StepState] = {
     (StepState.SENDING, "launch"): StepState.SENDING,
     (StepState.SENDING, "suspend"): StepState.SUSPENDED,
     (StepState.SUSPENDED, "resume"): StepState.SENDING,
+    (StepState.SUSPENDED, "skip"): StepState.IDLE,  # a member was lost: the others send it again
     (StepState.SENDING, "meet"): StepState.MET,
     (StepState.MET, "meet"): StepState.MET,  # in a further step(), after one that has raised
     (StepState.MET, "suspend"): StepState.SUSPENDED,  # the vote has raised: a state that is saved now still has it

@@ -4,6 +4,11 @@ The optimizer sends step t, returns, and lands it at the beginning of step t + 1
 Meanwhile the parameters look ahead: they stand where β1·m alone would take them, as for Nesterov's gradient, near the
 point at which the next gradient will count. `delayed.py` leaves and lands the step. When a state is loaded, the same
 frames are sent again; if the number of ranks has changed, what was sent is added to the residuals instead.
+
+Among members that come and go, members that have not landed the step at a loss take over the state of one that has. If
+there is none, all send the same frames again in the new world, where each counts 1/W', and what else has changed goes
+into the next residual: r + e' - e, for a worker error e that became e'. A newcomer gets the state before that step, and
+has no gradient in it; what the lost member has sent is lost.
 """
 
 from __future__ import annotations
@@ -110,15 +115,16 @@ class StepUnderWay:
         }
 
 
-def vote_of(record: State, frozen: int) -> tuple[Header, StepVote]:
+def vote_of(record: State, frozen: int, note: bytes) -> tuple[Header, StepVote]:
     """The header and vote of this rank in the step of a record.
 
     Args:
         record: From `StepUnderWay.record`.
         frozen: Number of parameters that are not trained.
+        note: As in the vote.
     """
     header = Header(record["step"], record["kind"], tuple(record["numbers"]))
-    return header, StepVote(header.summary(), [*record["present"], *[False] * frozen])
+    return header, StepVote(header.summary(), [*record["present"], *[False] * frozen], note=note)
 
 
 def check_record(where: str, record: State, buckets: Sequence[Bucket], codec: FusedCodec) -> None:
