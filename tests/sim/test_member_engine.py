@@ -123,8 +123,9 @@ def test_one_member_trains_as_the_engine_alone(form: dict[str, Any]) -> None:
         ({**DENSE, "zero_optimization": {"stage": 2}}, "dense"),
         ({**ONE_BIT, "bf16": {"enabled": True}}, "intra_node"),
         ({**DENSE, "onebit": {"local_steps": {"every": 4}}}, "local"),
+        ({**ONE_BIT, "onebit": {"delay": 1}}, "replicated"),
     ],
-    ids=["stage 1", "stage 2, dense", "bf16", "local steps"],
+    ids=["stage 1", "stage 2, dense", "bf16", "local steps", "delay"],
 )
 def test_other_forms_are_refused_by_name(blocks: dict[str, Any], form: str) -> None:
     members = Hub(1).members("a", [INF])

@@ -63,6 +63,8 @@ class Replicated(OneBit, InNode):
     def why_members_stay(cls, config: Config) -> str:
         if uses_files(config):
             return "its state is in files, and a newcomer gets tensors"
+        if config.onebit.delay:
+            return "a checkpoint of one member would land the step under way of all; give onebit.delay=0"
         return "" if is_plain(config) else super().why_members_stay(config)
 
     @classmethod
