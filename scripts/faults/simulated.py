@@ -33,11 +33,12 @@ CHANGES, QUICK_CHANGES, FOUNDERS = 100, 5, 3
 PATIENCE_S = 60.0
 TIMEOUT_S = 1.0
 _LEAST, _MOST, _BATCH, _WIDTH = 2, 5, 16, 16
+_SYNC_EVERY = 4  # steps
 _MOST_OPERATIONS = 60  # of a member until its fate: a few steps, or a change
 
 KINDS = (
-    "OnebitAdam", "OnebitLamb", "OnebitMuon", "ZeroOneAdam", "LocalSteps", "LocalSteps, momentum",
-    "LocalSteps, balanced", "AdamW", "Muon", "Lion",
+    "OnebitAdam", "OnebitAdam, delayed", "OnebitLamb", "OnebitMuon", "ZeroOneAdam", "LocalSteps",
+    "LocalSteps, momentum", "LocalSteps, balanced", "AdamW", "Muon", "Lion",
 )  # fmt: skip
 
 
@@ -209,6 +210,7 @@ def make(kind: str, model: nn.Sequential, transport: Transport) -> Any:
         inner = getattr(torch.optim if name == "AdamW" else onebit, name)(groups, lr=3e-3)
         return onebit.AveragedSteps(inner, transport=transport, bucket_cap_mb=0.002)
     options = {"freeze_step": 6} if name in ("OnebitAdam", "OnebitLamb") else {}
+    options |= {"delay": 1} if form == "delayed" else {}
     return getattr(onebit, name)(groups, compression="always", **common, **options)
 
 
@@ -259,11 +261,17 @@ class Run:
             (model(x) - x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            if isinstance(optimizer, onebit.OnebitAdam) and optimizer.progress()[0] % _SYNC_EVERY == 0:
+                optimizer.sync()
             life.steps, life.size = optimizer.steps_taken(), members.world_size
-            is_same = not isinstance(optimizer, onebit.LocalSteps) or optimizer.is_at_anchor()
-            if is_same:
+            # With a delay parameters look ahead in between: by the last bits not the same on all.
+            is_local, is_under_way = (
+                isinstance(optimizer, onebit.LocalSteps),
+                getattr(optimizer, "step_under_way", None),
+            )
+            if optimizer.is_at_anchor() if is_local else is_under_way is None:
                 life.digests[life.steps] = digest(model)
-        if isinstance(optimizer, onebit.LocalSteps):
+        if isinstance(optimizer, (onebit.LocalSteps, onebit.OnebitAdam)):
             optimizer.sync()
         end(optimizer)
         life.digests[0], life.loss = digest(model), loss_of(model)
