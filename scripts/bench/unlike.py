@@ -28,8 +28,10 @@ from onebit.cli.doctor.contenders import LR, EmulatedModel
 from onebit.cli.doctor.samples import model_shapes
 from onebit.cli.numbers import number
 from onebit.comm.messages import gather_texts
+from onebit.membership.shares import DECIDE_EVERY
 
 WAYS = ("alone", "equal steps", "balanced", "each step, equal shares", "each step, balanced shares")
+LEAST_STEPS = 4 * DECIDE_EVERY
 FIRST = 0.25  # share of a run that is not counted: speeds are not known yet
 
 
@@ -123,6 +125,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--micro-batches", type=int, default=8, help="of the mean member in a step, otherwise")
     add("--rounds", type=int, default=12)
     args = parser.parse_args(argv)
+    if (steps := args.rounds * args.every // args.micro_batches) < LEAST_STEPS:
+        parser.error(
+            f"expected at least {LEAST_STEPS} steps, as shares are decided in every {DECIDE_EVERY}th, got {steps}, of "
+            f"{args.rounds} rounds x {args.every} / {args.micro_batches} micro-batches; raise --rounds or --every"
+        )
     need_hosts()
     found = {}
     for way in WAYS:

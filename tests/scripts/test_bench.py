@@ -90,7 +90,7 @@ ON_HOSTS = {
         "| membership |",
     ),
     "unlike": (
-        ["--params", "1e5", "--compute", "0.01", "--every", "2", "--micro-batches", "2", "--rounds", "4"],
+        ["--params", "1e5", "--compute", "0.01", "--every", "8", "--micro-batches", "2", "--rounds", "4"],
         "| each step, balanced shares |",
     ),
 }

@@ -668,9 +668,10 @@ def test_equals_the_textbook_loop_whose_workers_change(
 
 @pytest.mark.parametrize(("founders", "leaves", "newcomers"), [(4, {"b": 18, "c": 18}, ""), (2, {}, "cd")])
 def test_equals_the_delayed_textbook_loop_whose_workers_change(
-    founders: int, leaves: dict[str, int], newcomers: str
+    founders: int, leaves: dict[str, int], newcomers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a loss the others' part of the step under way counts; newcomers come once it has landed."""
+    monkeypatch.setattr(residuals, "PARTS", 1)  # each vote measures all
     make = partial(textbook, delay=1)
     rosters, owned, found, stats = run_of_changes(founders, leaves, newcomers, make, steps=STEPS, joins_at=18)
     oracle = ElasticOracle(start(), len(rosters[0]), SIZES, dense=lambda step: step < FREEZE)
