@@ -332,7 +332,6 @@ def test_a_group_that_the_script_destroys_is_gone(makes_group: bool) -> None:
 @pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_short_lives_end_cleanly() -> None:
-    """By the other launchers as well."""
-    for closes in (False, True):
-        run_torchrun(2, transport_ranks.short_life, False, closes, agent=True).check()
-        run_mpi(2, transport_ranks.short_life, False, closes).check()
+    """By the other launchers as well, of ranks that do not close their transport."""
+    run_torchrun(2, transport_ranks.short_life, False, False, agent=True).check()
+    run_mpi(2, transport_ranks.short_life, False, False).check()

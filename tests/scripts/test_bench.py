@@ -173,7 +173,7 @@ def test_suite_records_what_it_measures_and_does_not_measure_it_again(
     results, record = tmp_path / "bench.jsonl", tmp_path / "bench.md"
     flags = ["--networks", "1gbit", "--hosts", "2", "--size", "tiny", "--elements", "100000", "--steps", "2"]
     contenders = ["onebit over gloo", "all-reduce fp32", "onebit-adam", "ddp-fp32"]
-    flags += ["--methods", *contenders, "--repeats", "3"]
+    flags += ["--methods", *contenders, "--repeats", "1"]
     flags += ["--results", str(results)]
     monkeypatch.setattr("sys.argv", [COMMAND, "suite"])
     bench_suite.main(flags)

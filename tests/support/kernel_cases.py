@@ -108,7 +108,7 @@ def encode_gives_the_bytes_and_residuals_of_the_reference(kernel: ModuleType) ->
     for frame in frames_of_kernel(kernel):
         for block in BLOCKS[frame]:
             encode_both(kernel, random(2, 0), None, None, block=block, frame=frame)
-            K, J = (3, 5) if block <= 256 else (2, 1)
+            K, J = (2, 3) if block <= 256 else (2, 1)
             x, counts = random(K, J * block), random_counts(K, J, block)
             for error_dtype in ERRORS if block == BLOCKS[frame][0] else ERRORS[-1:]:
                 error = None if error_dtype is None else random(K, J * block, seed=100).to(error_dtype)
