@@ -742,6 +742,12 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def leave_world(self) -> State:
         """See `membership.change.Changing`."""
+        assert self._members is not None
+        if self.delay and self._members.sampler is not None and self._members.sampler.balanced:
+            raise ValueError(
+                f"{self._members.rendezvous.name}: a step under way that is sent again keeps the shares with which it "
+                "was sent, which may no longer be those of a balanced MemberSampler; use delay=0, or balanced=False"
+            )
         has_begun = self._driver.state is not StepState.IDLE
         sent = [has_begun and not self.rule.averages_gradients(bucket) for bucket in self.buckets]
         self._forget_step()

@@ -443,6 +443,13 @@ def test_balanced_members_draw_their_own_samples() -> None:
         begin(onebit.LocalSteps(inner, transport=members, balanced=True), sampler=sampler)
 
 
+def test_a_step_under_way_has_no_balanced_shares() -> None:
+    members, _ = alone(10, 2)
+    sampler = MemberSampler(members, 10, 2, micro_batches=2, balanced=True)
+    with pytest.raises(ValueError, match=r"keeps the shares with which it was sent.*use delay=0, or balanced=False"):
+        begin(onebit.OnebitAdam([nn.Parameter(torch.zeros(3))], transport=members, delay=1), sampler=sampler)
+
+
 def test_misuse_is_told() -> None:
     members, sampler = alone(10, 2, micro_batches=2)
     loader = DataLoader(Numbers(10), batch_sampler=sampler)
