@@ -136,12 +136,14 @@ class AveragedSteps(Wrapped):
             raise RuntimeError(
                 f"{members.rendezvous.name} is in no run yet: call onebit.membership.begin(optimizer) before step()"
             )
-        self._waited.total_s = 0.0
+        self._waited.total_s, skipped = 0.0, self.stats.skipped_steps
         while True:
             (why, self._lost), is_due, self._change_is_due = (self._lost, None), self._change_is_due, False
             if why is not None or is_due:
                 found = change(self, members, why)
                 if found.took_step:
+                    if self.stats.skipped_steps > skipped:
+                        self._skips.observe(True, [], self.transport)
                     break
                 if found.is_back:  # its gradients are of parameters that the run has no longer
                     self.zero_grad()
@@ -218,8 +220,8 @@ class AveragedSteps(Wrapped):
         return self._steps
 
     def progress(self) -> tuple[int, ...]:
-        """See `membership.change.Changing`."""
-        return (self._steps,)
+        """See `membership.change.Changing`. For the program a step that all skip is over, too."""
+        return (self._steps + self.stats.skipped_steps,)
 
     def end_interrupted_step(self) -> None:
         """See `membership.change.Changing`: nothing is left undone."""
@@ -237,7 +239,8 @@ class AveragedSteps(Wrapped):
     def for_others(self, state: State) -> State:
         """See `membership.change.Changing`."""
         parameters = [p.detach() for group in self.param_groups for p in group["params"]]
-        return {"steps": self._steps, "parameters": parameters, "inner": self.inner.state_dict()}
+        counts = {"steps": self._steps, "skipped_steps": self.stats.skipped_steps}
+        return {**counts, "parameters": parameters, "inner": self.inner.state_dict()}
 
     def enter_world(self, state: State) -> None:
         """See `membership.change.Changing`."""
@@ -251,7 +254,7 @@ class AveragedSteps(Wrapped):
         params: Sequence[Tensor] = [p for group in self.param_groups for p in group["params"]]
         for p, x in zip(params, theirs["parameters"], strict=True):
             p.copy_(x)
-        self._steps = theirs["steps"]
+        self._steps, self.stats.skipped_steps = theirs["steps"], theirs["skipped_steps"]
         self._replica_check.restart(self._steps)
 
     def _options(self) -> object:

@@ -701,6 +701,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             raise RuntimeError(
                 f"{members.rendezvous.name} is in no run yet: call onebit.membership.begin(optimizer) before step()"
             )
+        skipped = self.stats.skipped_steps
         while True:
             (why, self._lost), steps = (self._lost, None), -1
             try:
@@ -712,13 +713,14 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
                         # The state that was taken over counts this step, and step() counts it again: this member
                         # would compare replicas one step before the others.
                         self.replica_check.counted -= 1
-                        return None
+                        return None if self.stats.skipped_steps == skipped else []
                 steps = self.progress()[0]
                 return self._take_step_once(scale * members.gradient_factor)
             except PeerError as error:
                 self._lost = error
                 if 0 <= steps < self.progress()[0]:
-                    return None  # taken and written; the members meet before the next one
+                    # Taken and written, or skipped; the members meet before the next one.
+                    return None if self.stats.skipped_steps == skipped else []
 
     @property
     def forgotten(self) -> State | None:
@@ -730,9 +732,13 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self._delayed.forgotten = record
 
     def progress(self) -> tuple[int, ...]:
-        """See `membership.change.Changing`. A step under way counts: all gradients of this rank are in it."""
+        """See `membership.change.Changing`. A step under way counts: all gradients of this rank are in it.
+
+        A step that all skip counts too: for the program it is over, and its schedule has moved on.
+        """
         landed, is_under_way = self.steps_taken(), self._delayed.step is not None or self.forgotten is not None
-        return landed + is_under_way, landed, int(self.policy.compresses is not None)
+        over = landed + is_under_way + self.stats.skipped_steps
+        return over, landed, int(self.policy.compresses is not None)
 
     def end_interrupted_step(self) -> None:
         """See `membership.change.Changing`."""

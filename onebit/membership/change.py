@@ -62,7 +62,8 @@ class Changing(Protocol):
     def progress(self) -> tuple[int, ...]:
         """How far this member is. The furthest in the order of tuples gives its state to all others.
 
-        First the number of the last step that this member's gradients are in, whether it has landed or not.
+        First the number of calls of step() that are over for this member: of the steps that its gradients are in,
+        whether they have landed or not, and of those that all have skipped.
         """
 
     def end_interrupted_step(self) -> None:

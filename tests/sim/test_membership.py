@@ -279,6 +279,37 @@ def test_a_step_that_others_have_taken_is_taken_over(make: Make, monkeypatch: py
     pytest.fail("hardly a survivor had taken a step that the other had not")
 
 
+@pytest.mark.slow
+def test_a_step_that_others_have_skipped_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the fuses at which some know that all skip, and others hear of the loss: their schedules stay together."""
+    changes: list[Change] = []
+    monkeypatch.setattr("onebit.membership.change._report", lambda members, found, *_: changes.append(found))
+    bad = {3, *range(8, 12)}  # calls in which one member's gradient is not finite
+
+    def work(members: Members) -> tuple[int, int, Tensor]:
+        model = net()
+        optimizer = adam(model, members, freeze_step=3, overlap=False, bucket_cap_mb=25.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        begin(optimizer, schedule=schedule)
+        for call in range(14):
+            p = next(model.parameters())
+            model(torch.randn(8, 12)).square().mean().backward()
+            if call in bad and members.rendezvous.name == "a":
+                p.grad = torch.full_like(p, torch.nan)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        return optimizer.steps_taken(), optimizer.stats.skipped_steps, parameters_of(model)
+
+    for _ in range(20):
+        for fuse in (35.5, 46.5):
+            first, second = founded(Hub(3), work, [INF, fuse, INF]).join().results.values()
+            assert first[:2] == second[:2] == (14 - len(bad), len(bad)) and torch.equal(first[2], second[2])
+        if any(found.took_step for found in changes):
+            return
+    pytest.fail("no survivor had missed that a step was skipped")
+
+
 @pytest.mark.parametrize("make", [adam, delayed], ids=["adam", "delayed"])
 def test_a_newcomer_gets_the_state_and_counts_from_the_next_epoch(make: Make) -> None:
     hub = Hub(2)
