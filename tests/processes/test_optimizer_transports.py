@@ -96,4 +96,4 @@ def test_every_transport_gives_the_same_bits(run: Callable[..., Ended]) -> None:
     assert flat == flat[:1] * 3 and len(set(flat[0])) > 3
     assert in_hierarchy == in_hierarchy[:1] * 4
     expected = [[*digests, *in_hierarchy[0]] for digests in ([*flat[0]], [*flat[0]], [*flat[0]], [])]
-    assert list(run(4, over_processes, timeout_s=90).check().results) == expected
+    assert list(run(4, over_processes, timeout_s=110).check().results) == expected

@@ -236,7 +236,7 @@ def test_a_reader_who_goes_away_frees_the_row(server: Server) -> None:
 
 def test_too_many_too_slow_and_other_names() -> None:
     """A server with little room tells whom it cannot take, whose answer takes too long, and who is too slow to ask."""
-    limits = Limits(read_s=0.5, answer_s=0.4, hosts=("127.0.0.1",))
+    limits = Limits(read_s=0.5, answer_s=2.0, hosts=("127.0.0.1",))
     server = Server(rows=1, waiting=0, limits=limits, token=None)
     try:
         hold, step = threading.Event(), server.batch.step
