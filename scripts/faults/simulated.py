@@ -264,12 +264,11 @@ class Run:
             if isinstance(optimizer, onebit.OnebitAdam) and optimizer.progress()[0] % _SYNC_EVERY == 0:
                 optimizer.sync()
             life.steps, life.size = optimizer.steps_taken(), members.world_size
-            # With a delay parameters look ahead in between: by the last bits not the same on all.
-            is_local, is_under_way = (
-                isinstance(optimizer, onebit.LocalSteps),
-                getattr(optimizer, "step_under_way", None),
-            )
-            if optimizer.is_at_anchor() if is_local else is_under_way is None:
+            if isinstance(optimizer, onebit.LocalSteps):
+                is_same = optimizer.is_at_anchor()
+            else:  # with a delay parameters look ahead in between: by the last bits not the same on all
+                is_same = getattr(optimizer, "step_under_way", None) is None
+            if is_same:
                 life.digests[life.steps] = digest(model)
         if isinstance(optimizer, (onebit.LocalSteps, onebit.OnebitAdam)):
             optimizer.sync()
