@@ -668,7 +668,7 @@ def textbook(params: list[nn.Parameter], members: Members, delay: int = 0) -> tu
 
 
 @pytest.mark.parametrize(
-    ("founders", "leaves", "newcomers"), [(4, {"b": 18, "c": 18}, ""), (1, {}, "b"), (2, {"a": 22}, "")]
+    ("founders", "leaves", "newcomers"), [(4, {"b": 18, "c": 18}, ""), (2, {}, "cd"), (1, {}, "b"), (2, {"a": 22}, "")]
 )
 def test_equals_the_textbook_loop_whose_workers_change(
     founders: int, leaves: dict[str, int], newcomers: str, monkeypatch: pytest.MonkeyPatch
