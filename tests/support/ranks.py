@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,6 +237,8 @@ def _serve() -> list[str]:
 
     for name in zero.__all__:  # each is imported when it is first asked for: 0.5 s of CPU in every rank otherwise
         getattr(zero, name)
+    for imported in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        imported.atexit = False  # torch's libraries would take back each operator at a rank's end: a 15th of its time
     gc.collect()
     gc.freeze()  # or each rank would read, and so copy, all of it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
