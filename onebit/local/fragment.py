@@ -185,7 +185,8 @@ class LocalBucket:
         self.correction = None if self.correction is None else torch.zeros_like(self.anchor)
         self.ef = ErrorFeedback.zeros(layout.numel, layout.world_size, dtype=self.ef.worker.dtype, device=self.device)
         self.ef.worker_next = self.ef.worker.new_empty(0)
-        self.wire = self.at_send = self.sent_HB = self.said_WB = None
+        self.at_send = None if self.at_send is None else _laid_out(self.at_send, before, layout)
+        self.wire = self.sent_HB = self.said_WB = None
 
     # ---------------------------------------------------------------- a round
 
@@ -273,7 +274,7 @@ class LocalBucket:
                 codec.decode(wire.frames_WB, self.rows(self.velocity), keep=outer.momentum)
                 self.anchor.sub_(self.velocity, alpha=outer.lr * outer.momentum)
         self._learn_correction(codec, wire.frames_WB, share)
-        self._follow_anchor()
+        self.follow_anchor()
 
     def _learn_correction(self, codec: Codec, frames_WB: Tensor, share: Share) -> None:
         """v ← v + share.correction·(q/γ - Q)/lr. If weights travel, frames give -Δ plus the anchor, which cancels.
@@ -287,7 +288,7 @@ class LocalBucket:
         codec.decode(said_WB, self.rows(self.correction), weight=per_move / share.weight, keep=1.0)
         codec.decode(frames_WB, self.rows(self.correction), weight=-per_move, keep=1.0)
 
-    def _follow_anchor(self) -> None:
+    def follow_anchor(self) -> None:
         """w ← θ, plus the change of w since it was sent."""
         if self.at_send is not None:
             gained = zip(
@@ -318,8 +319,9 @@ class Fragment:
 
     state: state of its exchange; suspended: it lands some steps later. sent_at, lands_at: steps of that exchange; None:
     there is none. shares, tasks: its parts, by bucket. keeps: by group, k since the last round. decays: by parameter,
-    whether it had a gradient in every step since. tokens: counted since then. synced_at: the last step after which its
-    parameters were the anchor.
+    whether it had a gradient in every step since. tokens: counted since then. before: these three, as it was sent.
+    synced_at: the last step after which its parameters were the anchor. rounds: number of times it was sent. landed:
+    which of these landed last.
     """
 
     index: int
@@ -330,6 +332,9 @@ class Fragment:
     decays: list[bool] = field(default_factory=list)
     tokens: float = 0.0
     synced_at: int = 0
+    before: tuple[float, list[float], list[bool]] = (0.0, [], [])
+    rounds: int = 0
+    landed: int = 0
     sent_at: int | None = None
     lands_at: int | None = None
     shares: list[Share] = field(default_factory=list)
@@ -352,8 +357,36 @@ class Fragment:
     def begin(self, step: int) -> None:
         """Begin the next round: its parameters are sent after this step."""
         self.move("begin")
-        self.tokens, self.keeps = 0.0, [1.0] * len(self.keeps)
-        self.decays, self.sent_at = [True] * len(self.decays), step
+        self.before = self.tokens, self.keeps, self.decays
+        self.count_anew()
+        self.sent_at = step
+
+    def count_anew(self) -> None:
+        """Nothing has been counted since the last round."""
+        self.tokens, self.keeps, self.decays = 0.0, [1.0] * len(self.keeps), [True] * len(self.decays)
+
+    def has_landed(self, *events: str) -> None:
+        """End its exchange. events: those of `TRANSITIONS` that lead there."""
+        for event in events:
+            self.move(event)
+        self.tasks, self.sent_at, self.lands_at, self.landed = [], None, None, self.rounds
+
+    def since_landed(self) -> tuple[float, list[float], list[bool]]:
+        """tokens, keeps and decays since the last round that has landed, the one under way included."""
+        if self.sent_at is None:
+            return self.tokens, self.keeps, self.decays
+        tokens, keeps, decays = self.before
+        return (
+            tokens + self.tokens,
+            [a * b for a, b in zip(keeps, self.keeps, strict=True)],
+            [a and b for a, b in zip(decays, self.decays, strict=True)],
+        )
+
+    def discard(self) -> None:
+        """Forget its exchange: what was sent in it goes with the next."""
+        self.move("skip")
+        self.tokens, self.keeps, self.decays = self.since_landed()
+        self.tasks, self.sent_at, self.lands_at = [], None, None
 
 
 def divide(buckets: Sequence[LocalBucket], parts: int) -> list[list[LocalBucket]]:

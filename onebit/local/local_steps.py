@@ -169,7 +169,8 @@ class LocalSteps(Wrapped):
         self.counts_steps = balanced or self._members is not None
         self._lost: PeerError | None = None  # a lost member, until the next step can continue without it
         self._change_is_due = False  # all members have agreed to let newcomers in before the next step
-        self.is_round_due = False  # among members: a round has begun, and has not landed
+        self.rounds_due: list[Fragment] = []  # of this step; they have not been sent yet
+        self.is_syncing = False  # these are of all fragments, and land at once
         self._edit = ""  # description of a replaced parameter in the groups: this rank then takes no more steps
         self._averager: DenseAverager | None = None
         self.build()
@@ -272,11 +273,10 @@ class LocalSteps(Wrapped):
         self.steps += 1 if self.balance is None else self.balance.count_step()
         for fragment in self.fragments if self.counts_steps else ():
             fragment.tokens += 1.0
-        for fragment in self.fragments:
-            self.rounds.bring_home(fragment, self.steps)
-        for fragment in self.fragments:
-            if fragment.due == self.steps:
-                self._take_round(fragment, is_delayed=self.options.delay > 0)
+        with self._survives_losses():
+            for fragment in self.fragments:
+                self.rounds.bring_home(fragment, self.steps)
+        self._take_rounds([fragment for fragment in self.fragments if fragment.due == self.steps])
         self._end_step()
         self.policy.computing.start()
         return loss
@@ -295,22 +295,17 @@ class LocalSteps(Wrapped):
         is_scaled = scaler_scale is not None or getattr(self, "found_inf", None) is not None
         self.is_frozen |= not is_good and not is_scaled  # under a scaler, overflows are expected
 
-    def _take_round(self, fragment: Fragment, *, is_delayed: bool) -> bool:
-        """Vote, and send the fragment; without delay, land it too. All ranks.
+    def _take_rounds(self, fragments: list[Fragment]) -> None:
+        self.rounds_due = fragments
+        with self._survives_losses():
+            self.end_interrupted_step()
+
+    def _take_round(self, fragment: Fragment) -> bool:
+        """Vote, and send the fragment; without delay, or in `sync`, land it too. All ranks.
 
         Returns False if all ranks have finished (`join`): this was the last round.
         """
-        if self._members is None:
-            return self._take_round_once(fragment, is_delayed=is_delayed)
-        self.is_round_due = True
-        try:
-            self._take_round_once(fragment, is_delayed=False)
-        except PeerError as error:
-            self._change(error)
-        return True
-
-    def _take_round_once(self, fragment: Fragment, *, is_delayed: bool) -> bool:
-        is_here = not (self.is_frozen or self.is_away)
+        is_here, P = not (self.is_frozen or self.is_away), len(self.fragments)
         interval = self.policy.next(self.steps)
         ballot, spoilt = self.rounds.vote(
             fragment,
@@ -325,9 +320,10 @@ class LocalSteps(Wrapped):
         if self._members is not None:
             self._members.hear_residuals([vote.residual_norm for vote in ballot.votes], self.buckets)
         self.steps, interval = ballot.agreed.step, self.policy.decide(ballot.agreed)
-        self.rounds.send(fragment, ballot, spoilt, is_delayed=is_delayed)
-        self.is_round_due = False
-        fragment.due = self.steps + interval
+        self.rounds.send(fragment, ballot, spoilt, is_delayed=self.options.delay > 0 and not self.is_syncing)
+        self.rounds_due = self.rounds_due[1:]
+        # After a round of all, fragments take turns again.
+        fragment.due = self.steps - (-interval * (fragment.index + 1 if self.is_syncing else P) // P)
         self.stats.count_round(ballot, interval)
         self.rounds.balance(ballot, interval)
         self.is_frozen = False
@@ -355,17 +351,21 @@ class LocalSteps(Wrapped):
         # Balanced ranks jump over steps: for one of them this may be a round of step(), which has no name.
         with torch.no_grad(), calling("" if self.balance is not None else "optimizer.sync()"):
             self._begin_round()
-            for fragment in self.fragments:
-                self.rounds.land(fragment)
+            self._land_all()
             if self.is_at_anchor():
                 self.replica.show()
                 return
-            for fragment in self.fragments:
-                self._take_round(fragment, is_delayed=False)
-            P = len(self.fragments)
-            for k, fragment in enumerate(self.fragments):
-                fragment.due = self.steps - (-self.stats.interval * (k + 1) // P)
+            self.is_syncing = True
+            try:
+                self._take_rounds(self.fragments)
+            finally:
+                self.is_syncing = False
             self._end_step()
+
+    def _land_all(self) -> None:
+        with self._survives_losses():
+            for fragment in self.fragments:
+                self.rounds.land(fragment)
 
     def _begin_round(self) -> None:
         """Begin a round between two steps."""
@@ -429,7 +429,7 @@ class LocalSteps(Wrapped):
             self._is_finished = True
             with torch.no_grad():
                 self._begin_round()
-                while self._take_round(self.fragments[0], is_delayed=False):
+                while self._take_round(self.fragments[0]):
                     pass
                 self._end_step()
         finally:
@@ -451,8 +451,6 @@ class LocalSteps(Wrapped):
     # ---------------------------------------------------------------- members that come and go
 
     def _why_members_stay(self) -> str:
-        if self.options.fragments > 1 or self.options.delay > 0:
-            return "with fragments or a delay a round is under way between steps; use fragments=1 and delay=0"
         if isinstance(self.interval, Auto):
             return 'every="auto" measures the network within a round; give a number of steps'
         if self.model_parallel_group.whole.world_size > 1:
@@ -473,7 +471,19 @@ class LocalSteps(Wrapped):
         elif self._members.is_over():  # others have lost a member in the last round, and wait
             self._change(PeerError("another member has ended the epoch"))
         elif self._change_is_due:
-            self._change(None)
+            self._land_all()  # or what is under way would be forgotten; a loss in it ends in a change, too
+            if self._change_is_due:
+                self._change(None)
+
+    @contextmanager
+    def _survives_losses(self) -> Iterator[None]:
+        """Members change if one of them is lost in this block. The rest of it is left out."""
+        try:
+            yield
+        except PeerError as error:
+            if self._members is None:
+                raise
+            self._change(error)
 
     def _change(self, why: PeerError | None) -> None:
         assert self._members is not None
@@ -490,13 +500,14 @@ class LocalSteps(Wrapped):
         return self.replica.option_lines()
 
     def progress(self) -> tuple[int, ...]:
-        """See `membership.change.Changing`: the step of the last round."""
-        return (self.fragments[0].synced_at,)
+        """See `membership.change.Changing`: the step of the last round, and how many have landed and were sent."""
+        landed, sent = zip(*((fragment.landed, fragment.rounds) for fragment in self.fragments), strict=True)
+        return max(fragment.synced_at for fragment in self.fragments), sum(landed), sum(sent)
 
     def end_interrupted_step(self) -> None:
-        """See `membership.change.Changing`: take the round that is due."""
-        if self.is_round_due:
-            self._take_round_once(self.fragments[0], is_delayed=False)
+        """See `membership.change.Changing`: take the rounds that are due."""
+        while self.rounds_due:
+            self._take_round(self.rounds_due[0])
 
     def leave_world(self) -> State:
         """See `membership.change.Changing`."""

@@ -5,12 +5,16 @@ Residuals are carried over as in `checkpoint/new_world.py`. Corrections begin an
 that learnt them, and would no longer.
 
 Members that have landed a round and members that could not land it both have their parameters of before: the latter
-take over the anchor. A newcomer begins at the anchor, with a member's inner state and nothing to say about the round
-under way; it counts by its own steps in it, as all do (`round_vote.weights_of`).
+take over the anchor. With a delay, they add what their parameters have gained since these were sent. If nobody has
+landed a delayed round, all forget what they have sent, and the differences go with the fragment's next round.
+
+A newcomer begins at the anchor, with a member's inner state and nothing to say about the round under way; it counts by
+its own steps in it, as all do (`round_vote.weights_of`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -30,6 +34,9 @@ from .replica import Replica
 from .rounds import Rounds
 from .stats import LocalStats
 
+_TIMETABLE = ("synced_at", "due", "rounds", "landed")
+"""Of a fragment, the same on all members."""
+
 
 class Stepping(Protocol):
     """Local steps, as they are moved from one world to the next. `LocalSteps` is one."""
@@ -46,7 +53,8 @@ class Stepping(Protocol):
     balance: Balance | None
     steps: int
     is_frozen: bool
-    is_round_due: bool
+    rounds_due: list[Fragment]
+    is_syncing: bool
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -70,67 +78,98 @@ def leave(optimizer: Stepping) -> State:
 
 def for_others(optimizer: Stepping) -> State:
     """What all members have, and this one's inner state for newcomers. Needs the layout with which it was made."""
-    (fragment,) = optimizer.fragments
     flats = [(bucket, bucket.anchor, bucket.velocity) for bucket in optimizer.buckets]
     return {
         "anchors": [list(bucket.layout.views(anchor)) for bucket, anchor, _ in flats],
         "velocities": [[] if u is None else list(bucket.layout.views(u)) for bucket, _, u in flats],
         "inner": optimizer.inner.state_dict(),
         "steps": optimizer.steps,
-        "is_round_due": optimizer.is_round_due,
-        "synced_at": fragment.synced_at,
-        "due": fragment.due,
         "interval": optimizer.stats.interval,
-        "keeps": list(fragment.keeps),
-        "decays": list(fragment.decays),
+        "rounds_due": [fragment.index for fragment in optimizer.rounds_due],
+        "is_syncing": optimizer.is_syncing,
+        "fragments": [
+            {"since_landed": fragment.since_landed()[1:], **{name: getattr(fragment, name) for name in _TIMETABLE}}
+            for fragment in optimizer.fragments
+        ],
     }
 
 
 def enter(optimizer: Stepping, own: State) -> None:
-    """Go on with the residuals that `leave` gave, in the transport's world."""
-    _relay(optimizer, own, "now")
+    """Go on with the residuals that `leave` gave, in the transport's world. Rounds under way are not taken."""
+    optimizer.replica.hierarchy.count()
+    for fragment in optimizer.fragments:
+        _discard(optimizer, fragment)
+    for bucket, residuals in zip(optimizer.buckets, own["residuals"], strict=True):
+        _relay(optimizer, bucket, own, residuals["now"])
     if optimizer.steps == 0:  # founders: their parameters have just become equal
         optimizer.adopt_parameters()
 
 
 def take_over(optimizer: Stepping, theirs: State, own: State | None) -> None:
-    """Land the round that others have landed; a member without the run's state begins where they are."""
-    _relay(optimizer, own, "next")
-    (fragment,) = optimizer.fragments
-    for bucket, anchor, velocity in zip(optimizer.buckets, theirs["anchors"], theirs["velocities"], strict=True):
-        torch._foreach_copy_(list(bucket.layout.views(bucket.anchor)), anchor)
-        if bucket.velocity is not None:
-            torch._foreach_copy_(list(bucket.layout.views(bucket.velocity)), velocity)
-        bucket.return_to_anchor()
-    fragment.synced_at, fragment.due, fragment.tokens = theirs["synced_at"], theirs["due"], 0.0
-    fragment.keeps, fragment.decays = [1.0] * len(fragment.keeps), [True] * len(fragment.decays)
-    optimizer.stats.interval, optimizer.is_frozen, optimizer.is_round_due = theirs["interval"], False, False
+    """Land the rounds that others have landed; a member without the run's state begins where they are."""
+    optimizer.replica.hierarchy.count()
+    still_due = []
+    for fragment, its in zip(optimizer.fragments, theirs["fragments"], strict=True):
+        if own is not None and fragment in optimizer.rounds_due and fragment.rounds == its["rounds"]:
+            still_due.append(fragment)
+        has_missed = own is not None and its["landed"] > fragment.landed
+        if not has_missed:
+            _discard(optimizer, fragment)
+        elif fragment.is_under_way:
+            fragment.has_landed("resume", "commit")
+        else:  # it has been sent, and its exchange has not ended here
+            fragment.count_anew()
+        for bucket in fragment.buckets:
+            k = bucket.index
+            both = None if own is None else own["residuals"][k]["next" if has_missed else "now"]
+            _relay(optimizer, bucket, own, both)
+            if own is None or has_missed:
+                torch._foreach_copy_(list(bucket.layout.views(bucket.anchor)), theirs["anchors"][k])
+                if bucket.velocity is not None:
+                    torch._foreach_copy_(list(bucket.layout.views(bucket.velocity)), theirs["velocities"][k])
+                bucket.follow_anchor()
+        for name in _TIMETABLE:
+            setattr(fragment, name, its[name])
+        if own is None:
+            _decay(fragment, *its["since_landed"])
+    optimizer.rounds_due = still_due
+    optimizer.stats.interval, optimizer.is_frozen = theirs["interval"], False
     if own is None:
         optimizer.inner_step.load(theirs["inner"])
-        optimizer.steps, optimizer.is_round_due = theirs["steps"], theirs["is_round_due"]
-        fragment.keeps, fragment.decays = list(theirs["keeps"]), list(theirs["decays"])
-        decays = iter(fragment.decays)
-        for bucket in optimizer.buckets:
-            for w in bucket.local_values:
-                if next(decays):
-                    w.mul_(fragment.keeps[bucket.group_index])
+        optimizer.steps, optimizer.is_syncing = theirs["steps"], theirs["is_syncing"]
+        optimizer.rounds_due = [optimizer.fragments[k] for k in theirs["rounds_due"]]
     if optimizer.balance is not None:
-        optimizer.balance.begin(fragment.due - optimizer.steps, fragment.due - optimizer.steps)
+        left = optimizer.fragments[0].due - optimizer.steps
+        optimizer.balance.begin(left, left)
     optimizer.replica.show()
     optimizer.rounds.stop_looking()
     optimizer.replica_check.restart(optimizer.steps)
 
 
-def _relay(optimizer: Stepping, own: State | None, which: str) -> None:
-    """Lay all buckets out for the transport's ranks, with these residuals carried over; None: they are zero."""
-    transport = optimizer.transport
-    optimizer.replica.hierarchy.count()
-    for k, bucket in enumerate(optimizer.buckets):
-        shapes, block = bucket.layout.shapes, bucket.layout.block
-        bucket.relay(lay_out(shapes, block, transport.world_size), transport.rank)
-        both: tuple[Tensor, Tensor] | None = None if own is None else own["residuals"][k][which]
-        if own is not None and both is not None:
-            former = lay_out(shapes, block, own["world_size"])
-            worker, server = carried(bucket, former, both, own["rank"])
-            bucket.ef.worker.copy_(worker)
-            bucket.ef.server.copy_(server)
+def _decay(fragment: Fragment, keeps: Sequence[float], decays: Sequence[bool]) -> None:
+    """Decay parameters that are at the anchor as those of the others have decayed since."""
+    fragment.tokens, fragment.keeps, fragment.decays = 0.0, list(keeps), list(decays)
+    has_decayed = iter(decays)
+    for bucket in fragment.buckets:
+        for w in bucket.local_values:
+            if next(has_decayed):
+                w.mul_(keeps[bucket.group_index])
+
+
+def _discard(optimizer: Stepping, fragment: Fragment) -> None:
+    """Forget the exchange under way, which no member has landed: its difference goes with the next round."""
+    if fragment.is_under_way:
+        fragment.discard()
+        optimizer.stats.missed_rounds += 1
+        for bucket in fragment.buckets:
+            bucket.at_send = None
+
+
+def _relay(optimizer: Stepping, bucket: LocalBucket, own: State | None, both: tuple[Tensor, Tensor] | None) -> None:
+    """Lay the bucket out for the transport's ranks, with these residuals carried over; None: they are zero."""
+    shapes, block, transport = bucket.layout.shapes, bucket.layout.block, optimizer.transport
+    bucket.relay(lay_out(shapes, block, transport.world_size), transport.rank)
+    if own is not None and both is not None:
+        worker, server = carried(bucket, lay_out(shapes, block, own["world_size"]), both, own["rank"])
+        bucket.ef.worker.copy_(worker)
+        bucket.ef.server.copy_(server)

@@ -158,7 +158,6 @@ class Rounds:
         """Send this fragment's differences. It lands now, or with is_delayed `delay` steps later."""
         step = ballot.agreed.step
         fragment.shares = self._shares(fragment, ballot, spoilt)
-        since_last = fragment.tokens, fragment.keeps, fragment.decays
         fragment.begin(step)
         self._stats.phase = "round"
         exchanges = (
@@ -180,15 +179,15 @@ class Rounds:
                         exchanges, lambda k: fragment.buckets[k].land(self._codec, self._outer, fragment.shares[k])
                     )
         except BaseException:
-            fragment.move("skip")  # a further step() raises this error again
-            fragment.tokens, fragment.keeps, fragment.decays = since_last
+            fragment.discard()  # a further step() raises this error again
             raise
+        fragment.rounds += 1
         if is_delayed:
             fragment.move("suspend")
             fragment.lands_at = step + self._delay
         else:
-            fragment.move("commit")
-            fragment.sent_at, fragment.synced_at = None, step
+            fragment.has_landed("commit")
+            fragment.synced_at = step
 
     def balance(self, ballot: Ballot, interval: int) -> None:
         """Begin the next round, if ranks take as many of its steps as their speeds allow. interval: its length."""
@@ -254,7 +253,5 @@ class Rounds:
             comm.wait_all(fragment.tasks)
         for bucket, share in zip(fragment.buckets, fragment.shares, strict=True):
             bucket.land(self._codec, self._outer, share)
-        fragment.move("resume")
-        fragment.move("commit")
-        fragment.tasks, fragment.sent_at, fragment.lands_at = [], None, None
+        fragment.has_landed("resume", "commit")
         self._stats.phase = "round"

@@ -105,7 +105,9 @@ def save(optimizer: LocalSteps, inner: State) -> State:
 
 def _entries(bucket: LocalBucket) -> list[dict[str, Tensor]]:
     """The state of local steps for each parameter."""
-    flats = {"anchor": bucket.anchor, "worker_error": _spread(bucket, bucket.ef.worker)}
+    ef = bucket.ef
+    own = ef.worker_next if ef.worker_next.numel() > 0 else ef.worker  # members keep the one of before the round, too
+    flats = {"anchor": bucket.anchor, "worker_error": _spread(bucket, own)}
     flats |= _optional(bucket)
     views = {name: bucket.layout.views(flat) for name, flat in flats.items()}
     return [{name: of[k] for name, of in views.items()} for k in range(len(bucket.params))]
@@ -234,7 +236,9 @@ def _restore_timetable(optimizer: LocalSteps, fragment: Fragment, saved: State) 
         bucket.ef.worker_next = bucket.ef.worker
         frames = sent.to(bucket.device, copy=True)
         fragment.tasks.append(ExchangeTask(bucket.send_again(optimizer.codec, optimizer.transport, frames)))
-    if optimizer.rounds.is_past_first_phase(fragment, optimizer.steps):
+    if optimizer.transport.ranks_change:  # alone until the run begins, with nobody who could be lost
+        optimizer.rounds.land(fragment)
+    elif optimizer.rounds.is_past_first_phase(fragment, optimizer.steps):
         for task in fragment.tasks:
             task.advance()
 

@@ -38,7 +38,7 @@ _MOST_OPERATIONS = 60  # of a member until its fate: a few steps, or a change
 
 KINDS = (
     "OnebitAdam", "OnebitAdam, delayed", "OnebitLamb", "OnebitMuon", "ZeroOneAdam", "LocalSteps",
-    "LocalSteps, momentum", "LocalSteps, balanced", "AdamW", "Muon", "Lion",
+    "LocalSteps, momentum", "LocalSteps, balanced", "LocalSteps, delayed", "AdamW", "Muon", "Lion",
 )  # fmt: skip
 
 
@@ -203,6 +203,7 @@ def make(kind: str, model: nn.Sequential, transport: Transport) -> Any:
     if name == "LocalSteps":
         options: dict[str, Any] = {"balanced": form == "balanced"}
         options |= {"outer_lr": 0.7, "outer_momentum": 0.9} if form == "momentum" else {}
+        options |= {"fragments": 2, "delay": 2} if form == "delayed" else {}
         inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
         return onebit.LocalSteps(inner, every=4, transport=transport, bucket_cap_mb=0.002, **options)
     groups = onebit.muon_groups(model, head=model[2]) if "Muon" in name else model.parameters()

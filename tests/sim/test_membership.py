@@ -131,6 +131,8 @@ def train(members: Members, steps: int, hub: Hub | None = None, make: Make = ada
             await_newcomers(members, hub, 1)
 
     model, optimizer = trained(members, steps, make, before_step)
+    if isinstance(optimizer, onebit.LocalSteps):
+        optimizer.sync()
     optimizer.check_replicas()
     end(optimizer)
     return optimizer.steps_taken(), parameters_of(model)
@@ -492,6 +494,8 @@ def test_random_changes_leave_replicas_equal(seed: int) -> None:
         local,
         partial(local, outer_lr=0.7, outer_momentum=0.9, error_decay=0.9, codec=IdentityCodec()),
         partial(local, balanced=True),
+        partial(local, fragments=3),
+        partial(local, fragments=3, delay=2, outer_momentum=0.5),
         averaged,
         delayed,
     ],
@@ -503,6 +507,8 @@ def test_random_changes_leave_replicas_equal(seed: int) -> None:
         "local",
         "local, momentum",
         "local, balanced",
+        "local, fragments",
+        "local, delayed",
         "averaged",
         "delayed",
     ],
@@ -649,7 +655,7 @@ def run_of_changes(
             owned += [owners(optimizer)] if isinstance(optimizer, onebit.OnebitAdam) else []
         if name in leaves:
             raise Killed
-        if isinstance(optimizer, onebit.OnebitAdam):
+        if isinstance(optimizer, onebit.OnebitAdam | onebit.LocalSteps):
             optimizer.sync()
         optimizer.check_replicas()
         return rosters, owned, torch.cat([p.detach() for p in params]).double().numpy(), optimizer.stats
@@ -756,6 +762,74 @@ def test_local_steps_are_those_of_the_members_of_each_round(
             each.append(w)
         x = np.mean(each, axis=0)
     np.testing.assert_allclose(found, x, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("founders", "leaves", "newcomers"), [(3, {"b": 9}, ""), (2, {}, "cd"), (2, {"a": 14}, "")])
+@pytest.mark.parametrize("delay", [0, 2])
+def test_fragments_are_those_of_the_members_of_each_round(
+    founders: int, leaves: dict[str, int], newcomers: str, delay: int
+) -> None:
+    """As before, by fragments that land later; a loss puts them off to their next round. Newcomers weigh less."""
+    every, elements = 6, []
+
+    def make(params: list[nn.Parameter], members: Members) -> tuple[onebit.LocalSteps, None]:
+        inner = torch.optim.SGD(params, lr=LR, weight_decay=0.1)
+        options = {"every": every, "fragments": 2, "delay": delay, "bucket_cap_mb": 0.0005}
+        optimizer = onebit.LocalSteps(inner, codec=IdentityCodec(), transport=members, **options)
+        kinds = {p: k for k, fragment in enumerate(optimizer.fragments) for p in fragment.params}
+        elements.append(np.concatenate([np.full(p.numel(), kinds[p]) for p in params]))
+        return optimizer, None
+
+    rosters, _, found, stats = run_of_changes(founders, leaves, newcomers, make, steps=25)
+    parts, theta = [elements[0] == k for k in range(2)], start()
+    assert all(part.any() for part in parts)
+    w, tokens = {name: theta.copy() for name in rosters[0]}, {name: [0, 0] for name in rosters[0]}
+    under_way: dict[int, tuple[int, np.ndarray, dict[str, np.ndarray], dict[str, int]]] = {}
+    missed = 0
+
+    def send(k: int, names: tuple[str, ...], step: int) -> None:
+        counted = {name: tokens[name][k] for name in names}
+        weights = {name: counted[name] * len(names) / sum(counted.values()) for name in names}
+        mean = sum(weights[name] * (theta - w[name]) for name in names) / len(names)
+        under_way[k] = step + delay, mean, {name: w[name].copy() for name in names}, counted
+        for name in names:
+            tokens[name][k] = 0
+
+    def land(k: int) -> None:
+        _, mean, sent, _ = under_way.pop(k)
+        theta[parts[k]] -= mean[parts[k]]
+        for name, at_send in sent.items():
+            w[name][parts[k]] += (theta - at_send)[parts[k]]
+
+    for step, names in enumerate(rosters, 1):
+        for name in set(names) - set(w):
+            for k in [*under_way]:
+                land(k)
+            w[name], tokens[name] = theta.copy(), [0, 0]
+        for name in names:
+            w[name] -= LR * (gradient(w[name], step - 1, ord(name) - 97) + 0.1 * w[name])
+            tokens[name] = [count + 1 for count in tokens[name]]
+        if set(w) - set(names):
+            w = {name: w[name] for name in names}
+            for k in [*under_way]:
+                counted, missed = under_way.pop(k)[3], missed + 1
+                for name in names:
+                    tokens[name][k] += counted[name]
+        for k in range(2):
+            if k in under_way and under_way[k][0] == step:
+                land(k)
+        for k in range(2):
+            if step % every == (k + 1) * every // 2 % every:
+                send(k, names, step)
+                if delay == 0:
+                    land(k)
+    for k in [*under_way]:
+        land(k)
+    for k in range(2):
+        send(k, names, step)
+        land(k)
+    np.testing.assert_allclose(found, theta, atol=1e-5, rtol=0)
+    assert stats.missed_rounds == missed == (delay > 0 and "b" in leaves)
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [5, 64], [3] * 40])
@@ -942,7 +1016,6 @@ def test_a_run_that_nobody_carries_on_is_told_apart_from_a_start() -> None:
             "local_step_clipper=1",
         ),
         (lambda p, t: ShardedOnebitAdam(p, lr=1e-2, transport=t), "the only copy"),
-        (lambda p, t: onebit.LocalSteps(torch.optim.AdamW(p), every=4, delay=2, transport=t), "delay=0"),
         (lambda p, t: onebit.LocalSteps(torch.optim.AdamW(p), every="auto", transport=t), "give a number of steps"),
         (lambda p, t: DenseAverager(p, t), "AveragedSteps"),
         (lambda p, t: onebit.Lamb(p, lr=1e-2).step() or average_gradients(p, t), "AveragedSteps"),
