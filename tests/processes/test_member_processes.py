@@ -44,8 +44,8 @@ class Run:
             time.sleep(0.02)
         self.port = int(said.read_text().rpartition(":")[2])
 
-    def start(self, name: str, founders: int) -> None:
-        words = (str(SCRIPT), f"127.0.0.1:{self.port}", name, str(founders), str(self.folder / "end"))
+    def start(self, name: str, founders: int, kind: str = "adam") -> None:
+        words = (str(SCRIPT), f"127.0.0.1:{self.port}", name, str(founders), str(self.folder / "end"), "0.02", kind)
         self.members[name] = ranks.start(*words, output=self.output(name))
 
     def output(self, name: str) -> Path:
@@ -87,13 +87,14 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 @pytest.mark.timeout(120)
-def test_a_killed_member_is_missed_for_seconds_and_a_newcomer_let_in(run: Run) -> None:
+@pytest.mark.parametrize("kind", ["adam", "delayed", pytest.param("local", marks=pytest.mark.thorough)])
+def test_a_killed_member_is_missed_for_seconds_and_a_newcomer_let_in(run: Run, kind: str) -> None:
     for name in "abc":
-        run.start(name, founders=3)
+        run.start(name, 3, kind)
     run.await_line("a", "step 20 of 3")
     run.members["b"].kill()
     run.await_line("a", "of 2 members")
-    run.start("new", founders=3)
+    run.start("new", 3, kind)
     run.await_line("new", "of 3 members")
     a, c, new = run.ends("a", "c", "new")
     assert a[0] == c[0] == new[0] and a[1:3] == c[1:3] == ["1", "1"] and new[1:3] == ["0", "0"]
