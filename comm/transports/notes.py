@@ -39,6 +39,16 @@ def calling(name: str) -> Iterator[bool]:
         _call.reset(token)
 
 
+@contextmanager
+def outside_calls() -> Iterator[None]:
+    """Operations that this thread launches in the block belong to no such call, even if the block is within one."""
+    token = _call.set("")
+    try:
+        yield
+    finally:
+        _call.reset(token)
+
+
 def call_under_way() -> str:
     """The name that `calling` has set for operations that this thread launches now; "" outside of it."""
     return _call.get()

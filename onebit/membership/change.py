@@ -30,6 +30,7 @@ from ..agreement.replicas import check_same_lines, make_equal
 from ..checkpoint.archive import read_archive
 from ..comm import PeerError, Transport
 from ..comm.messages import gather_bytes, gather_texts
+from ..comm.transports.notes import outside_calls
 from ..usage.contract import Group, State
 from .members import Members, Standing, Travels
 from .published import Waits
@@ -179,6 +180,7 @@ def end(optimizer: Changing) -> None:
 
 
 @torch.no_grad()
+@outside_calls()  # members come to it from different calls: one may be in sync(), and another in the step before
 def change(optimizer: Changing, members: Members, why: PeerError | None) -> Change:
     """Bring this member and its optimizer into the next epoch. All members.
 

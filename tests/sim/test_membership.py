@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,10 +31,11 @@ from onebit.agreement.replicas import ReplicaError
 from onebit.checkpoint.new_world import carried
 from onebit.comm import ErrorFeedback, IdentityCodec, PeerError, SimTransport
 from onebit.comm.messages import gather_bytes
+from onebit.comm.transports.notes import calling
 from onebit.dense import Bucket, DenseAverager, average_gradients
 from onebit.layout.flat import Layout, lay_out
 from onebit.membership import Buffers, Change, Members, MembershipError, begin, end, residuals
-from onebit.membership.change import _exchange
+from onebit.membership.change import _exchange, change
 from onebit.membership.members import Standing
 from onebit.membership.rendezvous import Rendezvous, Roster
 from onebit.reference.codecs import compress
@@ -830,6 +832,19 @@ def test_fragments_are_those_of_the_members_of_each_round(
         land(k)
     np.testing.assert_allclose(found, theta, atol=1e-5, rtol=0)
     assert stats.missed_rounds == missed == (delay > 0 and "b" in leaves)
+
+
+def test_members_meet_from_unlike_calls() -> None:
+    """One has the last step, and is in sync(); another has not."""
+
+    def work(members: Members) -> int:
+        _, optimizer = trained(members, 4)
+        with calling("optimizer.sync()") if members.rendezvous.name == "a" else nullcontext():
+            assert change(optimizer, members, PeerError("lost")).lost == ()
+        end(optimizer)
+        return members.roster.epoch
+
+    assert set(founded(Hub(2), work, [INF, INF]).join().results.values()) == {2}
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [5, 64], [3] * 40])
