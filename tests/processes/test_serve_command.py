@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
@@ -52,23 +51,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def served(*command: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A server that answers. Its whole session is killed at the end."""
-    words = [sys.executable, "-m", *command, "--port", str(port)]
-    process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def served(folder: Path, *words: str, port: int, world: int = 1) -> Iterator[list[Any]]:
+    """The ranks of a server that answers. They are killed at the end."""
+    told = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    told = told | {"MASTER_PORT": str(ranks.free_port())} if world > 1 else {}
+    started, output = [], folder / "output"
+    for rank in range(world):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+        started.append(ranks.start("serve", *words, "--port", str(port), output=output, **told, **own))
     try:
         end = time.monotonic() + 90
         while True:
-            with pytest.raises(httpx.HTTPError) if process.poll() is not None else _quiet():
+            with _quiet():
                 if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
                     break
-            assert process.poll() is None and time.monotonic() < end, process.communicate()[0].decode()
+            assert all(each.poll() is None for each in started) and time.monotonic() < end, output.read_text()
             time.sleep(0.2)
-        yield process
+        yield started
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=10)
+        for each in started:
+            each.kill()
 
 
 @contextmanager
@@ -94,9 +96,9 @@ def expected(model: Path) -> str:
     return str(tokenizer.decode(tokens.tolist()[4:], skip_special_tokens=True))
 
 
-def test_a_server_answers_and_ends_by_a_signal(model: Path) -> None:
+def test_a_server_answers_and_ends_by_a_signal(model: Path, tmp_path: Path) -> None:
     port, text = ranks.free_port(), expected(model)
-    with served("onebit", "serve", str(model), "--tokens", "64", port=port) as process:
+    with served(tmp_path, str(model), "--tokens", "64", port=port) as (process,):
         assert httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"][0]["id"] == "little-llama"
         assert ask(port, prompt="Once").json()["choices"][0]["text"] == text
         talk = [{"role": "user", "content": "Once"}]
@@ -109,23 +111,20 @@ def test_a_server_answers_and_ends_by_a_signal(model: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [None, 1])
-def test_two_ranks_answer_as_one_and_end_together(model: Path, lost: int | None) -> None:
+def test_two_ranks_answer_as_one_and_end_together(model: Path, tmp_path: Path, lost: int | None) -> None:
     port = ranks.free_port()
-    launch = ("torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(ranks.free_port()))
-    words = (*launch, "-m", "onebit", "serve", str(model), "--tp", "2", "--tokens", "64", "--dtype", "fp32")
-    with served(*words, port=port) as process:
+    words = (str(model), "--tp", "2", "--tokens", "64", "--dtype", "fp32")
+    with served(tmp_path, *words, port=port, world=2) as processes:
         assert ask(port, prompt="Once").json()["choices"][0]["text"] == expected(model)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        of_rank = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
         if lost is None:  # launchers and Ctrl+C send it to all of them
-            for pid in of_rank:
-                os.kill(pid, signal.SIGTERM)
-        else:
-            os.kill(next(pid for pid, names in of_rank.items() if f"RANK={lost}".encode() in names), signal.SIGKILL)
-        if lost is not None:  # rank 0 sees it by its next message, and ends
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+            assert [process.wait(60) for process in processes] == [0, 0]
+        else:  # rank 0 sees it by its next message, and ends
+            processes[lost].kill()
             with _quiet():
                 assert ask(port, prompt="Once").status_code == 503
-        assert process.wait(60) == (0 if lost is None else 1)
+            assert processes[0].wait(60) == 1
 
 
 def test_what_is_refused(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
