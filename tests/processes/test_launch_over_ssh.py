@@ -109,7 +109,7 @@ def test_ranks_words_and_variables_arrive(launch: Launch) -> None:
     words = ["--lr", "1e-3", "two words", "", "$HOME", "`id`", "it's", 'a "b"', "*", "a\nb", "\\", "ä", "--", "-H"]
     (launch.folder.parent / ".deepspeed_env").write_text("FROM_HOME=it's $HOME\nFROM_BOTH=home\n")
     launch.write(".deepspeed_env", "FROM_BOTH=folder\n")
-    options = ("--ssh_port", "2222", "--exclude", "worker-0:0")
+    options = ("--ssh_port", "2222", "--exclude", "worker-0:0", "--local_rank")
     code, output, errors = launch.run(*options, "train.py", *words, NCCL_DEBUG="INFO", OTHER="1")
     assert code == 0, errors
     names = ("STUB_HOST", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
@@ -118,20 +118,13 @@ def test_ranks_words_and_variables_arrive(launch: Launch) -> None:
     ]  # fmt: skip
     for rank in launch.ranks():
         assert rank["WORLD_SIZE"] == "3"
-        assert rank["words"] == words and rank["folder"] == str(launch.folder)
+        assert rank["words"] == [f"--local_rank={rank['LOCAL_RANK']}", *words] and rank["folder"] == str(launch.folder)
         assert (rank["NCCL_DEBUG"], rank["FROM_HOME"], rank["FROM_BOTH"]) == ("INFO", "it's $HOME", "folder")
         assert "OTHER" not in rank
         assert rank["STUB_OPTIONS"].endswith(" -p 2222")
     assert sorted(output.splitlines()) == [f"[worker-{(r + 1) // 2}] hello from {r}" for r in range(3)]
     assert all(f"[worker-{(r + 1) // 2}] trouble at {r}\n" in errors for r in range(3))
     assert not launch.processes()
-
-
-def test_the_argument_local_rank_is_passed_if_asked_for(launch: Launch) -> None:
-    code, _, errors = launch.run("--local_rank", "train.py", "--lr", "1")
-    assert code == 0, errors
-    ranks = launch.ranks()
-    assert [rank["words"] for rank in ranks] == [[f"--local_rank={r['LOCAL_RANK']}", "--lr", "1"] for r in ranks]
 
 
 def test_without_a_hostfile_ranks_start_here(launch: Launch) -> None:
