@@ -11,13 +11,11 @@ from ranks import run_torchrun
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
 LOCAL = {"onebit": {"local_steps": {"every": 2, "start_steps": 1}}}
 ON_HOST = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-HOW = ("leaf", "constant", "unused", "none")
 
 FOUND_EMPTY = [  # configuration, shards, whether the root has parameters, how
-    *((config_of("AdamW", 3), 2, True, how) for how in HOW),
-    *((config_of("AdamW", stage), 2, True, HOW[stage]) for stage in (1, 2)),
-    *((config_of("AdamW", stage, gas=2, gradient_clipping=0.5), 2, stage != 3, HOW[stage]) for stage in (1, 2, 3)),
-    *((config_of("OneBitAdam", stage, gas=2, **BF16), 2, stage != 3, HOW[stage]) for stage in (1, 2, 3)),
+    *((config_of("AdamW", 3), 2, True, how) for how in ("leaf", "constant", "unused", "none")),
+    (config_of("AdamW", 2, gas=2, gradient_clipping=0.5), 2, True, "unused"),
+    (config_of("OneBitAdam", 3, gas=2, **BF16), 2, False, "none"),
     (config_of("AdamW", 0, gas=2), 1, True, "constant"),
     (config_of("AdamW", 3, **FP16), 2, True, "constant"),
     (config_of("OneBitAdam", 0, **BF16), 1, True, "unused"),
@@ -36,9 +34,7 @@ def test_a_loss_without_a_graph_counts_as_a_zero_gradient() -> None:
     assert found == [""] * len(FOUND_EMPTY), list(zip(FOUND_EMPTY, found, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "name", "stage", "shards"), [(2, "AdamW", 0, 1), (2, "OneBitAdam", 2, 2), (4, "AdamW", 3, 2)]
-)
+@pytest.mark.parametrize(("ranks", "name", "stage", "shards"), [(2, "OneBitAdam", 0, 1), (4, "AdamW", 3, 2)])
 def test_ranks_with_unlike_models_are_told_the_parameter(ranks: int, name: str, stage: int, shards: int) -> None:
     """All of them, those of other shard groups too, before any value is sent."""
     ended = run_torchrun(ranks, unlike_models, config_of(name, stage), shards, timeout_s=50)
@@ -53,7 +49,6 @@ CALLS = [
     ("engine.eval()", "OneBitAdam", 0),
 ]
 RARER = [
-    ("engine.save_checkpoint()", "OneBitAdam", 0),
     ("engine.load_checkpoint()", "AdamW", 0),
     ("engine.save_16bit_model()", "AdamW", 3),
     ("engine.synchronise()", "OneBitAdam", 1),
