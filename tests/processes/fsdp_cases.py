@@ -18,7 +18,7 @@ from onebit.optimizer import CompressedOptimizer
 _GLOBAL_RNG = threading.Lock()  # simulated ranks are threads: seeding and drawing must not interleave
 
 FREEZE = 3
-STEPS = 8
+STEPS = 7
 CODEC = SignCodec(64)
 COMMON = {"codec": CODEC, "bucket_cap_mb": 2.5e-5, "check_replicas_every": 4, "compression": "always"}
 

@@ -13,20 +13,16 @@ from grid_cases import Starts
 from onebit.comm import SimTransport, run_ranks
 from onebit.model_parallel import ModelParallelGroup
 
-# (ranks, shards): which cases run there. One start for each number of ranks.
-TWINS = [name for name in fsdp_ranks.CASES if "_" in name and name.split("_")[0] in FAMILY]
-APART = ["ranks_use_other_parts", "blocks_of_other_ranks_at_stage_3"]
-WHOLE = [name for name in fsdp_ranks.CASES if name not in [*TWINS, *APART]]
-FEW = ["OnebitAdam_2_1", "OnebitLamb_3_1", "ZeroOneAdam_1_1"]
+# (ranks, shards): which cases run there. One start for each number of ranks. All over two shards of two replicas, some
+# over one shard or for one replica.
+ALONE = ["ranks_use_other_parts", "blocks_of_other_ranks_at_stage_3"]
+AGREED = ["clipping_is_torchs", "one_bad_shard_makes_all_skip"]
 WORLDS: dict[tuple[int, int], list[str]] = {
-    (4, 2): TWINS + WHOLE,
-    (4, 1): [*FEW, "clipping_is_torchs", "one_bad_shard_makes_all_skip"],
-    (2, 2): [*FEW, "clipping_is_torchs", "lamb_measures_whole_layers", "one_bad_shard_makes_all_skip"],
-    (2, 1): FEW,
-    (4, 4): APART,
+    (4, 2): [name for name in fsdp_ranks.CASES if name not in ALONE],
+    (2, 1): ["OnebitAdam_2_1", *AGREED],
+    (2, 2): ["OnebitLamb_3_1", "ZeroOneAdam_1_1", *AGREED, "lamb_measures_whole_layers", *ALONE],
 }
-# The others: every optimizer and every stage, two micro-batches where buckets leave during backward.
-THOROUGH = ["OnebitAdam_1_1", "OnebitAdam_2_2", "OnebitLamb_1_1", "OnebitLamb_2_1", "ZeroOneAdam_2_1", APART[0]]
+THOROUGH = ALONE[:1]
 STARTS = Starts(fsdp_ranks.run_cases, WORLDS, THOROUGH)
 
 
@@ -62,7 +58,7 @@ def test_every_run_ends_cleanly(ranks: int) -> None:
 
 @pytest.mark.thorough
 def test_the_thorough_run_ends_cleanly() -> None:
-    STARTS.of(4, is_thorough=True)[0].check()
+    STARTS.of(2, is_thorough=True)[0].check()
 
 
 @pytest.mark.parametrize(("ranks", "shards", "case"), cases("OnebitAdam", "OnebitMuon", "ZeroOneAdam"))
@@ -112,7 +108,7 @@ def test_buckets_leave_during_backward() -> None:
 
 
 def test_the_twins_see_every_round() -> None:
-    phases = {name: set(STARTS.results(4, 2, f"{name}_3_1")[0]["phases"]) for name in FAMILY}
+    phases = {name: set(STARTS.results(4, 2, f"{name}_3_1")[0]["phases"]) for name in FAMILY if name != "OnebitMuon"}
     assert phases["OnebitAdam"] == phases["OnebitLamb"] == {"warmup", "compressed"}
     assert phases["ZeroOneAdam"] == {"variance", "compressed", "local"}
 
@@ -188,14 +184,14 @@ def test_groups_may_share_a_module_and_edits_are_noticed() -> None:
 
 @pytest.mark.thorough
 def test_what_a_rank_does_not_use_has_a_zero_gradient_there() -> None:
-    """Three steps against float64; what no rank uses does not even decay. bfloat16 on the way: one percent."""
-    for found in STARTS.results(4, 4, "ranks_use_other_parts"):
+    """Two steps against float64; what no rank uses does not even decay. bfloat16 on the way: one percent."""
+    for found in STARTS.results(2, 2, "ranks_use_other_parts"):
         for form, gaps in found.items():
             assert len(gaps) > 0 and max(gaps.values()) < (0.05 if "bf16" in form else 2e-6), (form, gaps)
 
 
 def test_blocks_that_one_rank_runs_alone_at_stage_3_are_named() -> None:
-    for rank, found in enumerate(STARTS.results(4, 4, "blocks_of_other_ranks_at_stage_3")):
+    for rank, found in enumerate(STARTS.results(2, 2, "blocks_of_other_ranks_at_stage_3")):
         assert f"rank {rank} of the shards gathers layers.{1 if rank else 2}.0.weight" in found["runs"]
         assert "use stage 2" in found["runs"]
 
