@@ -19,7 +19,7 @@ from onebit.comm.transports.edge import DIAGNOSIS_S, check_all_gather, check_all
 from onebit.comm.transports.mpi import check_thread_level
 from onebit.comm.transports.torch_distributed import TorchTransport
 
-WORLDS = [1, 2, 3, 4]
+WORLDS = [1, 2, 3]
 BACKENDS = ("gloo", "mpi")
 
 
@@ -27,11 +27,11 @@ BACKENDS = ("gloo", "mpi")
 def contract_run(backend: str) -> Ended:
     """Started by whichever test asks first; all later ones read it."""
     if backend == "gloo":
-        return run_torchrun(4, transport_ranks.contract_over_gloo, WORLDS, timeout_s=60, as_python_ends=True)
-    return run_mpi(4, transport_ranks.contract_over_mpi, WORLDS, timeout_s=90)
+        return run_torchrun(3, transport_ranks.contract_over_gloo, WORLDS, timeout_s=60, as_python_ends=True)
+    return run_mpi(3, transport_ranks.contract_over_mpi, WORLDS, timeout_s=90)
 
 
-def outcomes(backend: str, part: str, W: int = 4) -> list[dict[str, str]]:
+def outcomes(backend: str, part: str, W: int = 3) -> list[dict[str, str]]:
     """What the first W ranks say about one part of the contract run."""
     ended = contract_run(backend)
     assert all(ended.results), ended.output
@@ -64,21 +64,21 @@ def test_contract_run_ends_cleanly(backend: str) -> None:
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_contract_of_mpi_in_pieces(check: str) -> None:
-    assert [outcome[check] for outcome in outcomes("mpi", "pieces")] == [""] * 4
+    assert [outcome[check] for outcome in outcomes("mpi", "pieces")] == [""] * 3
 
 
 def test_init_picks_gloo_from_plain_variables() -> None:
     described = {result["description"] for result in contract_run("gloo").results}
     assert described == {
-        "4 ranks by the environment (RANK, WORLD_SIZE), transport torch.distributed (gloo)",
+        "3 ranks by the environment (RANK, WORLD_SIZE), transport torch.distributed (gloo)",
     }
 
 
 def test_init_picks_mpi_under_mpirun_and_bootstraps_gloo_on_request() -> None:
     for result in contract_run("mpi").results:
-        assert result["description"] == "4 ranks by Open MPI, transport MPI (host memory)"
+        assert result["description"] == "3 ranks by Open MPI, transport MPI (host memory)"
         assert set(result["gloo"].values()) == {""}
-        assert result["gloo descriptions"] == ["4 ranks by Open MPI, transport torch.distributed (gloo)"] * 2
+        assert result["gloo descriptions"] == ["3 ranks by Open MPI, transport torch.distributed (gloo)"] * 2
 
 
 @cache
@@ -331,7 +331,6 @@ def test_a_group_that_the_script_destroys_is_gone(makes_group: bool) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(180)
-def test_short_lives_end_cleanly() -> None:
-    """By the other launchers as well, of ranks that do not close their transport."""
-    run_torchrun(2, transport_ranks.short_life, False, False, agent=True).check()
+def test_short_lives_under_mpirun_end_cleanly() -> None:
+    """By MPI's launcher as well, of ranks that do not close their transport; test_launch.py has torchrun's agent."""
     run_mpi(2, transport_ranks.short_life, False, False).check()
