@@ -22,7 +22,7 @@ from onebit.model_parallel import local
 from onebit.zero import grid as grids
 
 STEPS, FREEZE, MICRO_BATCHES, ROWS = 5, 2, 2, 4
-SAVED, LAST = 4, 8
+SAVED, LAST = 3, 5
 REPLICAS = 2
 
 PARAMS: Mapping[str, dict] = {
@@ -114,31 +114,42 @@ def trains(folder: str, cases: Sequence[dict]) -> None:
     made.close()
 
 
-def continues(folder: str, case: dict, first: int, last: int, save_at: int | None = None) -> dict:
-    """Train steps first to last - 1 of a case, from the folder's checkpoint where first > 0, and save after one."""
+def saves(folder: str, case: dict) -> dict:
+    """Train a case with a checkpoint in the folder, write the weights at its end, and go on in the same layout."""
     world = init("gloo", levels=1)
     grid = Grids().of(case)
     engine = start(case, grid)
-    facts: dict = {"found": True}
-    if first > 0:
-        found, _ = engine.load_checkpoint(folder)
-        facts["found"], facts["steps"] = found is not None, engine.global_steps
-        facts["owed"] = engine.optimizer.error_norm_ratio()  # type: ignore[attr-defined]
     batches = pipeline_model.micro_batches(*grid.data, MICRO_BATCHES, ROWS)
-    for _ in islice(batches, first * MICRO_BATCHES):
-        pass
-    facts["losses"] = []
-    for step in range(first, last):
-        facts["losses"].append(float(engine.train_batch(batches)))
-        if step + 1 == save_at:
-            engine.save_checkpoint(folder)
-            facts["owed when saved"] = engine.optimizer.error_norm_ratio()  # type: ignore[attr-defined]
-    params = whole_parameters(engine)
-    facts["same replicas"] = len(set(gather_bytes(grid.transport, digest(params)))) == 1
-    torch.save(params, Path(folder) / f"{'-'.join(map(str, grid.shape.sizes))}.{world.rank}.pt")
-    if "export" in case:
-        engine.save_16bit_model(folder)
+    losses = [float(engine.train_batch(batches)) for _ in range(SAVED)]
+    engine.save_checkpoint(folder)
+    owed = engine.optimizer.error_norm_ratio()  # type: ignore[attr-defined]
+    losses += [float(engine.train_batch(batches)) for _ in range(SAVED, LAST)]
+    torch.save(whole_parameters(engine), Path(folder) / f"{world.rank}.pt")
+    engine.save_16bit_model(folder)
+    again = goes_on(folder, case, grid)
     grid.close()
+    return {"losses": losses, "owed when saved": owed, "again": again}
+
+
+def continues(folder: str, case: dict) -> dict:
+    init("gloo", levels=1)
+    grid = Grids().of(case)
+    facts = goes_on(folder, case, grid)
+    grid.close()
+    return facts
+
+
+def goes_on(folder: str, case: dict, grid: grids.Grid) -> dict:
+    """From the folder's checkpoint to the last step."""
+    engine = start(case, grid)
+    found, _ = engine.load_checkpoint(folder)
+    owed = engine.optimizer.error_norm_ratio()  # type: ignore[attr-defined]
+    facts = {"found": found is not None, "steps": engine.global_steps, "owed": owed}
+    batches = pipeline_model.micro_batches(*grid.data, MICRO_BATCHES, ROWS)
+    for _ in islice(batches, SAVED * MICRO_BATCHES):
+        pass
+    facts["losses"] = [float(engine.train_batch(batches)) for _ in range(SAVED, LAST)]
+    facts["same replicas"] = len(set(gather_bytes(grid.transport, digest(whole_parameters(engine))))) == 1
     return facts
 
 
@@ -222,31 +233,29 @@ def reads_on_after_loading(folder: str, case: Mapping, grid: grids.Grid) -> bool
     return first == [float(engine.train_batch()) for _ in range(2)]
 
 
-def moves(folder: str, optimizers: Sequence[str]) -> dict:
-    """Each optimizer from two stages of several chunks to none and back: the losses, and those of staying."""
+def moves(folder: str) -> dict:
+    """Optimizers from two stages of several chunks to none, or back: the losses, and those of staying."""
     init("gloo", levels=1)
     made, facts = Grids(), {}
     layouts = [{"pipe": 2, "pipeline": {"schedule": "interleaved"}}, {"pipe": 1}]
-    for name in optimizers:
-        for k, (before, after) in enumerate((layouts, layouts[::-1])):
-            place = str(Path(folder) / f"{name}{k}")
-            losses = []
-            for case, loads in ((before, False), (after, True)):
-                case = {"optimizer": name, **case}
-                grid = made.of(case)
-                engine = start(case, grid)
-                if loads:
-                    engine.load_checkpoint(place)
-                batches = pipeline_model.micro_batches(*grid.data, MICRO_BATCHES, ROWS)
-                steps = range(SAVED, LAST) if loads else range(LAST)
-                for _ in islice(batches, steps.start * MICRO_BATCHES):
-                    pass
-                losses.append([])
-                for step in steps:
-                    losses[-1].append(float(engine.train_batch(batches)))
-                    if not loads and step + 1 == SAVED:
-                        engine.save_checkpoint(place)
-            facts[f"{name} {k}"] = [losses[0][SAVED:], losses[1]]
+    for k, name in enumerate(PARAMS):
+        place, losses = str(Path(folder) / name), []
+        for case in layouts[:: 1 - k % 2 * 2]:
+            case = {"optimizer": name, **case}
+            grid = made.of(case)
+            engine, loads = start(case, grid), len(losses) == 1
+            if loads:
+                engine.load_checkpoint(place)
+            batches = pipeline_model.micro_batches(*grid.data, MICRO_BATCHES, ROWS)
+            steps = range(SAVED, LAST) if loads else range(LAST)
+            for _ in islice(batches, steps.start * MICRO_BATCHES):
+                pass
+            losses.append([])
+            for step in steps:
+                losses[-1].append(float(engine.train_batch(batches)))
+                if not loads and step + 1 == SAVED:
+                    engine.save_checkpoint(place)
+        facts[name] = [losses[0][SAVED:], losses[1]]
     made.close()
     return facts
 
