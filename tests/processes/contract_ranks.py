@@ -19,7 +19,7 @@ from onebit.zero.forms import FORMS
 from onebit.zero.forms.dense import Dense
 from onebit.zero.sequence import SequenceRanks, ring_attention
 
-FIRST, MORE = 6, 4
+FIRST, MORE = 6, 3
 CONTEXT, VOCABULARY = 16, 20
 
 

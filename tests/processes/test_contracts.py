@@ -163,7 +163,7 @@ def test_other_worlds_and_layouts_go_on_from_its_checkpoint(
 
 @pytest.fixture(scope="module")
 def featured(folder: str) -> list[dict]:
-    return list(run_torchrun(4, with_features, folder, timeout_s=110).check().results)  # type: ignore[arg-type]
+    return list(run_torchrun(2, with_features, folder, timeout_s=110).check().results)  # type: ignore[arg-type]
 
 
 @pytest.mark.timeout(150)
