@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,14 +52,21 @@ def host(tmp_path: Path) -> Iterator[tuple[str, int]]:
     process.wait()
 
 
+def ended(folder: Path, program: str, *words: str) -> tuple[int, str, str]:
+    """Its status, output and errors."""
+    script, output, errors = (folder / name for name in ("program.py", "output", "errors"))
+    script.write_text(program)
+    status = ranks.start(str(script), *words, output=output, errors=errors).wait(60)
+    return status, output.read_text(), errors.read_text()
+
+
 @pytest.mark.parametrize("life", range(3))  # without the wait for the thread 3 of 4 ended with SIGABRT
-def test_a_process_ends_as_its_script_does_though_a_store_hangs(host: tuple[str, int], life: int) -> None:
+def test_a_process_ends_as_its_script_does_though_a_store_hangs(
+    tmp_path: Path, host: tuple[str, int], life: int
+) -> None:
     port, pid = host
-    ended = subprocess.run(
-        [sys.executable, "-c", RANK, port, str(pid)],
-        capture_output=True, text=True, timeout=60, env=dict(os.environ),
-    )  # fmt: skip
-    assert (ended.returncode, ended.stdout) == (3, "no answer for 0.3 s\n"), ended.stderr
+    status, said, errors = ended(tmp_path, RANK, port, str(pid))
+    assert (status, said) == (3, "no answer for 0.3 s\n"), errors
 
 
 SLOW = """
@@ -82,7 +86,6 @@ except TimeoutError:
 """
 
 
-def test_a_process_waits_at_its_end_for_a_call_that_comes_back_late() -> None:
+def test_a_process_waits_at_its_end_for_a_call_that_comes_back_late(tmp_path: Path) -> None:
     """Whether or not this torch aborts a process whose thread comes back while Python ends."""
-    ended = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout) == (0, "no answer\ncame back\n"), ended.stderr
+    assert ended(tmp_path, SLOW) == (0, "no answer\ncame back\n", "")
