@@ -169,9 +169,15 @@ def _two() -> list[nn.Module]:
     return [nn.Sequential(trunk, nn.Tanh(), nn.Linear(6, 2)), nn.Sequential(trunk, nn.ReLU(), nn.Linear(6, 3))]
 
 
-def is_rounded_right(stage: int) -> dict[str, Any]:
+def is_rounded_right(stages: Sequence[int]) -> list[dict[str, Any]]:
     """bf16: what scripts write into weights, and losses without a graph; gradients that a script reads and sets."""
     grid = grids.start(backend="gloo", timeout_s=30.0, shard=2)
+    found = [_is_rounded_right(grid, stage) for stage in stages]
+    grid.close()
+    return found
+
+
+def _is_rounded_right(grid: grids.Grid, stage: int) -> dict[str, Any]:
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1))
     sgd = {"type": "AdamW", "params": {"lr": 1e-30, "weight_decay": 0.0}}
@@ -198,7 +204,6 @@ def is_rounded_right(stage: int) -> dict[str, Any]:
     found["moment"] = zero.utils.safe_get_full_optimizer_state(bias, "exp_avg").tolist()
     with contextlib.suppress(AttributeError):
         found["bytes of gradients"] = sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)
-    grid.close()
     return found
 
 
@@ -248,9 +253,16 @@ class Branches(nn.Module):
         return getattr(self, branch)(x)
 
 
-def leaves_unused_alone(stage: int, is_local: bool) -> list[bool]:
+def leaves_unused_alone(cases: Sequence[tuple[int, bool]]) -> list[list[bool]]:
     """AdamW takes no step with a parameter that no rank uses, at any stage; with one used once on one rank it does."""
-    grid = grids.start(backend="gloo", timeout_s=30.0, shard=2 if stage else 1)
+    made = {shard: grids.start(backend="gloo", timeout_s=30.0, shard=shard) for shard in (1, 2)}
+    found = [_leaves_unused_alone(made[2 if stage else 1], stage, is_local) for stage, is_local in cases]
+    for grid in made.values():
+        grid.close()
+    return found
+
+
+def _leaves_unused_alone(grid: grids.Grid, stage: int, is_local: bool) -> list[bool]:
     adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.5}}
     given = config(stage, MICROS, adam, onebit={"local_steps": {"every": 2}} if is_local else {})
     engine, before = zero.initialize(model=Branches(), config=given, grid=grid)[0], Branches().state_dict()
@@ -260,13 +272,19 @@ def leaves_unused_alone(stage: int, is_local: bool) -> list[bool]:
             engine.backward(engine(inputs(step, micro, grid.world.rank), branch).square().mean())
             engine.step()
     after = whole(engine)
-    grid.close()
     return [torch.equal(after[f"{name}.weight"], before[f"{name}.weight"]) for name in ("unused", "right", "left")]
 
 
-def unfreezes(stage: int) -> float:
+def unfreezes(stages: Sequence[int]) -> list[float]:
     """A layer that is frozen at first, and given to the optimizer, joins with its first gradient: as in one process."""
-    grid, models = grids.start(backend="gloo", timeout_s=30.0, shard=2), [Branches(), Branches()]
+    grid = grids.start(backend="gloo", timeout_s=30.0, shard=2)
+    gaps = [_unfreezes(grid, stage) for stage in stages]
+    grid.close()
+    return gaps
+
+
+def _unfreezes(grid: grids.Grid, stage: int) -> float:
+    models = [Branches(), Branches()]
     adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0, "eps": 1e-2}}
     for model in models:
         model.right.requires_grad_(False)
@@ -289,7 +307,6 @@ def unfreezes(stage: int) -> float:
         alone_.zero_grad()
     expected = models[1].state_dict()
     gap = max(float((x - expected[name]).abs().max()) for name, x in whole(engine).items())
-    grid.close()
     return gap if not torch.equal(expected["right.weight"], Branches().right.weight) else 1.0
 
 
