@@ -112,53 +112,38 @@ def train(engine: zero.Engine, steps: int) -> list[dict]:
     return rows
 
 
-def writes(folder: str, cases: list) -> list:
-    """Six steps in one go, and the same with a checkpoint behind the third, which is within an epoch."""
-    init("gloo", levels=1)
-    facts = []
-    np.save(Path(folder) / "order.npy", np.arange(SAMPLES)) if torch.distributed.get_rank() == 0 else None
+def start(folder: str, optimizer: str, stage: int) -> zero.Engine:
+    """Curricula and dropped tokens; two shards, or one if there is one rank."""
+    grid = grids.start(shard=min(2, torch.distributed.get_world_size()))
+    blocks = {"data_efficiency": {"enabled": True, "data_routing": dropped(), "data_sampling": sampled(folder)}}
+    config = config_of(optimizer, stage, **blocks)
+    return zero.initialize(model=net(), config=config, training_data=dataset(), grid=grid)[0]
+
+
+def writes(folder: str, optimizer: str, stage: int) -> dict:
+    """Six steps in one go, and the same with a checkpoint after the third, which is within an epoch."""
+    rank = init("gloo", levels=1).rank
+    np.save(Path(folder) / "order.npy", np.arange(SAMPLES)) if rank == 0 else None
     torch.distributed.barrier()
-    for k, (optimizer, stage, shards) in enumerate(cases):
-        grid = grids.start(shard=shards)
-        blocks = {"data_efficiency": {"enabled": True, "data_routing": dropped(), "data_sampling": sampled(folder)}}
-
-        def start(
-            optimizer: str = optimizer, stage: int = stage, grid: grids.Grid = grid, blocks: dict = blocks
-        ) -> zero.Engine:
-            made = zero.initialize(
-                model=net(), config=config_of(optimizer, stage, **blocks), training_data=dataset(), grid=grid
-            )
-            torch.manual_seed(grid.world.rank)
-            return made[0]
-
-        whole = start()
-        expected = train(whole, 6)
-        first = start()
-        train(first, 3)
-        first.save_checkpoint(Path(folder) / str(k))
-        first.wait_for_checkpoint()
-        second = start()
-        second.load_checkpoint(Path(folder) / str(k))
-        kept = second.random_ltd_scheduler.kept  # type: ignore[attr-defined]
-        again = train(second, 3)
-        same = again == expected[3:] and bits(second) == bits(whole)
-        facts.append({"expected": expected, "same": same, "kept": kept, "form": whole.form.name})
-    return facts
+    whole, first, second = (start(folder, optimizer, stage) for _ in range(3))
+    torch.manual_seed(rank)
+    expected = train(whole, 6)
+    torch.manual_seed(rank)
+    train(first, 3)
+    first.save_checkpoint(folder)
+    first.wait_for_checkpoint()
+    second.load_checkpoint(folder)
+    kept = second.random_ltd_scheduler.kept  # type: ignore[attr-defined]
+    again = train(second, 3)
+    return {"expected": expected, "same": again == expected[3:] and bits(second) == bits(whole), "kept": kept}
 
 
-def reads(folder: str, cases: list) -> list:
-    """The rest of those runs, in a smaller world."""
+def reads(folder: str, optimizer: str, stage: int) -> list:
+    """The rest of that run, in a smaller world."""
     init("gloo", levels=1)
-    facts = []
-    for k, (optimizer, stage, shards) in enumerate(cases):
-        grid = grids.start(shard=min(shards, int(torch.distributed.get_world_size())))
-        blocks = {"data_efficiency": {"enabled": True, "data_routing": dropped(), "data_sampling": sampled(folder)}}
-        engine = zero.initialize(
-            model=net(), config=config_of(optimizer, stage, **blocks), training_data=dataset(), grid=grid
-        )[0]
-        engine.load_checkpoint(Path(folder) / str(k))
-        facts.append(train(engine, 3))
-    return facts
+    engine = start(folder, optimizer, stage)
+    engine.load_checkpoint(folder)
+    return train(engine, 3)
 
 
 # ---------------------------------------------------------------- layouts
