@@ -22,7 +22,7 @@ from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
 from onebit.comm import Int8Codec, SimTransport, run_ranks
 from onebit.zero import ShardedOnebitAdam
 
-RANKS, ROWS, COLUMNS, TENSORS, STEPS = 2, 192, 192, 40, 14
+RANKS, ROWS, COLUMNS, TENSORS, STEPS = 2, 160, 160, 40, 10
 WARMUP = 4
 
 
