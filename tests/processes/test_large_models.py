@@ -71,8 +71,8 @@ def test_a_low_model_in_an_engine_of_float32_has_masters(results: dict[int, tupl
 
 
 @pytest.mark.thorough
-def test_a_checkpoint_goes_from_one_rank_to_four_and_back(tmp_path: Path) -> None:
-    for k, ranks in enumerate((1, 4, 1, 2)):
+def test_a_checkpoint_goes_from_one_rank_to_two_and_back(tmp_path: Path) -> None:
+    for k, ranks in enumerate((1, 2, 1)):
         ended = run_torchrun(ranks, large_ranks.continues_elsewhere, str(tmp_path), timeout_s=120).check()
         for found in ended.results:
-            assert all(one == [4 * k, True, True] for one in found.values()), found
+            assert all(one == [3 * k, True, True] for one in found.values()), found
