@@ -22,11 +22,8 @@ CASES = [
 ]
 """Compared with one rank alone."""
 OTHERS = [
-    (ds_config("AdamW", {}, 1), 2, "dense"),
-    (ds_config("OneBitAdam", WARM, 0), 1, "replicated"),
     (ds_config("OneBitLamb", WARM, 3), 2, "intra_node"),
     (ds_config("OneBitAdam", WARM, 1, **BF16), 1, "inter_node"),
-    (ds_config("OneBitAdam", WARM, 2), 1, "inter_node"),
     (ds_config("ZeroOneAdam", LOCAL, 3, **BF16), 2, "intra_node"),
 ]
 """Other forms, also those that one rank does not have, and that compute in bfloat16."""
