@@ -193,7 +193,7 @@ def interrupted(folder: str) -> dict[str, object]:
         def train(again: str = "", path: Path = path, make: Callable = make, options: dict = options) -> str:
             to = path / "again" if again else path  # a save is a synchronisation: all of them save as often
             saving = ModelCheckpoint(to, "{step}", every_n_train_steps=12, save_top_k=-1, save_last="link")
-            options = {"enable_checkpointing": True, "max_steps": 30, **options}
+            options = {"enable_checkpointing": True, "max_steps": 26, **options}
             return digest(fit(make(), path / again if again else None, callbacks=[saving], **options))
 
         found[name] = [train(), train("step=12.ckpt"), train("last.ckpt")]
