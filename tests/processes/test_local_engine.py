@@ -17,7 +17,6 @@ BF16 = {"bf16": {"enabled": True}}
 CASES = [
     (config(rounds={"codec": "int8"}, gradient_clipping=1.0), 1),
     (config(stage=1, rounds={"outer_lr": 0.7, "outer_momentum": 0.5}, **BF16), 2),
-    (config("LaProp", stage=2), 2),
     (config("Lamb", stage=3, rounds={"every": 4, "delay": 2, "correction_steps": 80}, **BF16), 2),
     (config(rounds={"start_steps": 4, "start_every": 2}, **BF16), 1),
 ]
@@ -89,10 +88,9 @@ def test_tensor_slices_take_the_rounds_of_shards(ranks: list[dict]) -> None:
         assert found["divergence"] == "" and found["differ"]
 
 
-@pytest.mark.parametrize("replicas", [2, pytest.param(8, marks=pytest.mark.thorough)])
-def test_another_number_of_replicas_goes_on_from_four(folder: Path, ranks: list[dict], replicas: int) -> None:
+def test_another_number_of_replicas_goes_on_from_four(folder: Path, ranks: list[dict]) -> None:
     anchors, owed = ranks[0]["resumes"][0]["agreed"]
-    for facts in run_torchrun(replicas, goes_on, str(folder), CASES[0][0], timeout_s=110).check().results:
+    for facts in run_torchrun(2, goes_on, str(folder), CASES[0][0], timeout_s=110).check().results:
         assert facts["agreed"][0] == anchors and facts["steps"] == SAVED
         assert abs(owed) > 1e-6 and facts["agreed"][1] == pytest.approx(owed, rel=1e-5)
         assert facts["losses"][-1] < 1.2 * facts["losses"][0]
