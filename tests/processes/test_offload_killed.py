@@ -11,21 +11,12 @@ from offload_ranks import trains
 from ranks import run_torchrun
 
 STALE = {"onebit-offload-0-1-0badf00d": b"\xff" * 9000, "onebit-offload-1-1-0badf00d": b"", "notes.txt": b"mine"}
-KILLS = ["step 1", "save 2", "load", "step 3", "save 4"]
+KILLS = ["save 2", "load", "step 3", "save 4"]
 """Each in a run that goes on from the last checkpoint."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("files", "ranks"),
-    [
-        pytest.param("offload_optimizer", 1, marks=pytest.mark.thorough),
-        ("offload_param", 1),
-        ("offload_optimizer", 2),
-        pytest.param("offload_param", 2, marks=pytest.mark.thorough),
-        ("one bit", 2),
-    ],
-)
+@pytest.mark.parametrize(("files", "ranks"), [("offload_param", 1), ("offload_optimizer", 2), ("one bit", 2)])
 def test_killed_at_any_call_and_resumed(files: str, ranks: int, tmp_path: Path) -> None:
     """Files that lie in the folder from elsewhere are neither read, nor in the way, nor removed."""
     alone = run_torchrun(ranks, trains, files, str(tmp_path / "alone"), str(tmp_path / "saved alone")).check().results
