@@ -27,7 +27,6 @@ from onebit.optimizer import CompressedOptimizer
 
 KINDS: dict[str, tuple[type[CompressedOptimizer], dict]] = {
     "OnebitAdam": (onebit.OnebitAdam, {"freeze_step": 4}),
-    "OnebitLamb": (onebit.OnebitLamb, {"freeze_step": 4}),
     "ZeroOneAdam": (
         onebit.ZeroOneAdam,
         {"var_freeze_step": 4, "var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 4},

@@ -267,14 +267,6 @@ def stock_trainer(folder: Path) -> None:
     trainer_of(folder, kind=transformers.Trainer, optimizer_cls_and_kwargs=chosen()).train()
 
 
-def stock_optimizer(folder: Path) -> None:
-    trainer_of(folder, optimizer_cls_and_kwargs=(torch.optim.AdamW, {})).train()
-
-
-def wrapped_model(folder: Path) -> None:
-    Trainer(nn.parallel.DistributedDataParallel(Net()), arguments(folder), train_dataset=Data()).train()
-
-
 def other_optim(folder: Path) -> None:
     trainer_of(folder, optimizer_cls_and_kwargs=None, optim="adafactor").train()
 
@@ -317,10 +309,6 @@ def blind_rank(folder: Path) -> None:
         trainer_of(folder / "seen").train(resume_from_checkpoint=str(own))
 
 
-def sharded(folder: Path) -> None:
-    trainer_of(folder, fsdp=True)
-
-
 RIGHT: dict[str, Callable[[Path], dict]] = {
     "plain loop": plain_loop,
     "overlap": overlap,
@@ -334,8 +322,7 @@ RIGHT: dict[str, Callable[[Path], dict]] = {
 WRONG: dict[str, Callable[[Path], None]] = {
     one.__name__: one
     for one in (
-        stock_trainer, stock_optimizer, wrapped_model, other_optim, two_norms, unsynchronised_weights, missing_file,
-        blind_rank, sharded,
+        stock_trainer, other_optim, two_norms, unsynchronised_weights, missing_file, blind_rank,
     )
 }  # fmt: skip
 
