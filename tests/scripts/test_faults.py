@@ -107,15 +107,19 @@ def test_of_a_case_that_ran_twice_the_last_run_counts() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-def test_some_faults_of_every_kind_are_as_promised(tmp_path: Path) -> None:
-    """What the long run does to everything, done to a few."""
+def test_some_faults_of_most_kinds_are_as_promised(tmp_path: Path) -> None:
+    """What the long run does to everything, done to a few.
+
+    sim/test_storms.py has storms, unit/test_rendezvous.py starts, sim/test_membership.py members that come and go.
+    """
     raw, record = tmp_path / "faults.jsonl", tmp_path / "faults.md"
-    command = [sys.executable, SCRIPT, "--quick", "--quiet", "--results", raw, "--record", record]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    sections = {"saves", "damage", "frames", "disagreement", "peers"}
+    command = [sys.executable, SCRIPT, "--quick", "--quiet", "--results", raw, "--record", record, "--section"]
+    run = subprocess.run([*command, *sections], capture_output=True, text=True, timeout=240)
     assert run.returncode in (0, 1), run.stderr[-2000:]
     lines = [json.loads(line) for line in raw.read_text().splitlines() if line]
     faults = [line for line in lines if line["what"] == "fault"]
-    assert {line["section"] for line in faults} >= {"saves", "damage", "frames", "storms", "disagreement", "peers"}
+    assert {line["section"] for line in faults} == sections
     assert sum(line["count"] for line in faults) > 400
     assert not [line for line in faults if line["verdict"] == CRASH]
     assert "| hostile frames |" in record.read_text()
