@@ -201,14 +201,8 @@ def test_what_torch_would_take_by_default_is_taken() -> None:
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 def test_how_torch_would_run_it_changes_no_bit(implementation: str) -> None:
     model, other = parts(), parts()
-    assert torch.equal(
-        train(model, build(model, implementation=implementation), range(5)), train(other, build(other), range(5))
-    )
-    for value in (None, False, True):
-        again = parts()
-        params = [p for part in again for p in part.parameters() if p.requires_grad]
-        optimizer = onebit.OnebitAdam(params, transport=SimTransport(), fused=value, foreach=value)
-        assert len(OptimizersContainer(optimizer)) == 1
+    found = train(model, build(model, implementation=implementation), range(5))
+    assert torch.equal(found, train(other, build(other), range(5)))
 
 
 @pytest.mark.parametrize(
