@@ -28,7 +28,7 @@ from onebit.zero.offload.plan import plans as offload_plans
 from onebit.zero.plan import DTYPE_BYTES, LOCAL, SHARDED, Run, optimizers, plan, plans
 from onebit.zero.sharded.adam import ShardedOnebitAdam
 
-N = 1 << 20
+N = 1 << 18
 
 
 def measured(
@@ -88,17 +88,16 @@ def sent_by_dense(transport: Transport) -> float:
     return 8 * (transport.sent_bytes_inter_node - before) / N
 
 
-USUAL = {("OneBitAdam", 1, 4), ("OneBitAdam", 2, 4), ("AdamW", 4, 2), ("AdamW", 2, 4)}
+PLACED = [name for name in optimizers() if name in OPTIMIZERS]
+"""One shape takes them all: the plan makes the traffic of any other from the same numbers."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "hosts", "ranks"),
     [
-        pytest.param(name, *shape, marks=[] if shape == (2, 2) or (name, *shape) in USUAL else pytest.mark.thorough)
-        for name in optimizers()
-        if name in OPTIMIZERS
-        for shape in ((2, 2), (2, 4), (4, 2), (1, 4))
+        *((name, 2, 2) for name in PLACED),
+        *(("OneBitAdam", 1, 4), ("OneBitAdam", 2, 4), ("AdamW", 4, 2), ("AdamW", 2, 4)),
     ],
 )
 @pytest.mark.stranger(
@@ -401,15 +400,6 @@ class TestOffload:
         without, made = (offload_plan(replace(self.RUN, modules=n), *mode_to) for n in (0, 1000))
         assert made.host_bytes - without.host_bytes == pytest.approx(28e6)
         assert (made.device_bytes, made.disk_bytes) == (without.device_bytes, without.disk_bytes)
-
-    def test_a_card_of_16_gb_trains_what_its_host_holds(self) -> None:
-        run = replace(self.RUN, device_bytes=16e9, host_bytes=300e9, disk_bytes=0.0, largest=90e6)
-        best = chosen(run)
-        assert best is not None and (best.mode, best.to) == ("full", "cpu")
-        copies = 4 * 90e6 / 2 + 4 * 64 * 2**20 / 12  # of half a layer each; of a chunk's gradients
-        assert best.device_bytes == pytest.approx(2 * (2 * 90e6 + copies), rel=1e-3)
-        resident = offload_plan(run, "none", "-").largest_params
-        assert best.largest_params > 16 * resident  # 300 GB of 16 bytes each against 16 GB
 
     def test_full_crosses_and_reads_more(self) -> None:
         def seconds(mode: str, to: str, dtype: str) -> float:
