@@ -65,6 +65,7 @@ def test_the_command_prints_and_records(
     for file in ("onebit/first.py", "onebit/third.py", "onebit/first.py"):
         walk.functions.setdefault(file, Counter())[count_house.main.__code__] += 1
     monkeypatch.setattr(count_house, "walks", lambda tree: {"a step of OnebitAdam": walk})
+    monkeypatch.setattr(count_house, "ROOT", tree)
     assert count_house.main(["--record", str(tmp_path / "house.md")]) == 0
     assert '"files": 2' in capsys.readouterr().out
     assert (tmp_path / "house.md").read_text().startswith("# The house")
