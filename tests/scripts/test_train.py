@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -107,15 +107,7 @@ def text_is_read_once(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "optimizer", "freeze_step"),
-    [
-        (1, "onebit-adam", 6),
-        (2, "onebit-adam", 6),
-        (2, "onebit-adam", 14),
-        (2, "onebit-lamb", 6),
-        (2, "zero-one-adam", 1),
-        (3, "adamw", 1),
-        (2, "lamb", 1),
-    ],
+    [(1, "onebit-adam", 6), (2, "onebit-adam", 14), (2, "zero-one-adam", 1), (3, "adamw", 1)],
 )
 def test_resumed_run_equals_uninterrupted_run(
     tmp_path: Path, world_size: int, optimizer: str, freeze_step: int
@@ -129,9 +121,8 @@ def test_a_delayed_run_resumes_with_its_step_under_way(tmp_path: Path) -> None:
     resumed_rows(tmp_path, 2, "--delay", "1", "--freeze-step", "4")
 
 
-@pytest.mark.parametrize("differences", ["sign", "fp32"])
-def test_local_steps_resume_between_two_rounds(tmp_path: Path, differences: str) -> None:
-    more = ["--local-steps", "4", "--differences", differences, "--accumulate", "2", "--max-grad-norm", "1.0"]
+def test_local_steps_resume_between_two_rounds(tmp_path: Path) -> None:
+    more = ["--local-steps", "4", "--accumulate", "2", "--max-grad-norm", "1.0"]
     rows = resumed_rows(tmp_path, 2, *more, optimizer="adamw")
     assert [int(row["step"]) for row in rows if row["phase"] == "round"] == [4, 8, 12, 16]
 
@@ -166,7 +157,7 @@ def test_resume_without_a_checkpoint_starts_anew_and_says_so(tmp_path: Path, cap
     assert "no checkpoint in" in caplog.text and "starting at step 0" in caplog.text
 
 
-@pytest.mark.parametrize("optimizer", ["onebit-adam", "onebit-adam --delay 1", "zero-one-adam", "adamw"])
+@pytest.mark.parametrize("optimizer", ["onebit-adam --delay 1", "zero-one-adam", "adamw"])
 def test_resume_with_another_world_size_goes_on(
     tmp_path: Path, optimizer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -187,12 +178,6 @@ def test_resume_with_another_world_size_needs_all_files(tmp_path: Path) -> None:
         CheckpointError, match=r"written by 3 ranks, and rank_00001.pt is not here; resume with as many"
     ):
         run(2, flags(tmp_path, "--resume", steps=3))
-
-
-def test_resume_with_another_model_size_is_refused(tmp_path: Path) -> None:
-    run(1, flags(tmp_path, steps=3))
-    with pytest.raises(CheckpointError, match="had --size tiny, this one has small"):
-        run(1, [*flags(tmp_path, "--resume", steps=3), "--size", "small"])
 
 
 def test_folder_with_a_run_in_it_is_not_overwritten(tmp_path: Path) -> None:
@@ -351,16 +336,12 @@ def test_model_does_not_look_ahead() -> None:
 ZERO = {
     "whole": ("onebit-adam", "0", []),
     "inside, state": ("zero-one-adam", "1", ["--ranks-per-node", "2", "--dtype", "bf16", "--max-grad-norm", "1"]),
-    "inside, gradients": ("onebit-adam", "2", ["--ranks-per-node", "2"]),
     "inside, parameters": ("onebit-lamb", "3", ["--ranks-per-node", "2", "--dtype", "bf16"]),
-    "across, state": ("sharded-onebit-adam", "1", ["--max-grad-norm", "1", "--dtype", "bf16"]),
     "across, gradients": ("sharded-onebit-adam", "2", []),
-    "across, LAMB": ("onebit-lamb", "2", ["--ranks-per-node", "1", "--dtype", "bf16"]),
     "across, 0/1": ("zero-one-adam", "1", ["--ranks-per-node", "1", "--local-step-clipper", "2"]),
-    "sequences": ("onebit-adam", "2", ["--ranks-per-node", "2", "--sequence", "2"]),
     "dense, gradients": ("lamb", "2", ["--ranks-per-node", "2", "--dtype", "fp16"]),
-    "dense, parameters": ("adamw", "3", ["--max-grad-norm", "1"]),
 }
+"""Every stage, every placement; of each form `processes/test_zero_engine.py` shows that it resumes."""
 ZERO_STEPS = 3
 COMMON = ["--eval-every", "2", "--accumulate", "2", "--freeze-step", "2", "--lr", "3e-3"]
 
@@ -377,27 +358,17 @@ def pickled_corpus(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> 
     return str(path)
 
 
-FEW = ("inside, state", "inside, parameters", "across, gradients", "dense, gradients")  # every stage, every placement
-
-
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(("whole", *FEW), id="few"),
-        pytest.param([case for case in ZERO if case not in ("whole", *FEW)], id="others", marks=pytest.mark.thorough),
-    ],
-)
-def test_every_stage_trains_and_resumes_to_the_bit(tmp_path: Path, pickled_corpus: str, cases: Sequence[str]) -> None:
-    """On 4 ranks."""
+def test_every_stage_trains_and_resumes_to_the_bit(tmp_path: Path, pickled_corpus: str) -> None:
+    """On 4 ranks. At stage 0 the engine changes nothing."""
     jobs: list[list[str]] = []
-    for case in cases:
+    for case in ZERO:
         folder = tmp_path / case
         jobs.append(zero_flags(folder, case, "--checkpoint-every", "2", "--json", str(folder / "run.json")))
         jobs.append(zero_flags(folder, case, "--resume", "--csv", str(folder / "resumed" / "run.csv")))
     ended = run_torchrun(4, train_ranks.runs, pickled_corpus, jobs, 2, timeout_s=110).check()
     assert ended.results == ([0] * len(jobs),) * 4
-    for case in cases:
+    for case in ZERO:
         optimizer = ZERO[case][0]
         rows = rows_without_times(tmp_path / case)
         resumed = rows_without_times(tmp_path / case / "resumed")
@@ -413,17 +384,11 @@ def test_every_stage_trains_and_resumes_to_the_bit(tmp_path: Path, pickled_corpu
         is_dense = optimizer in ("adamw", "lamb")
         expected = "dense" if is_dense else "variance" if in_variance else "compressed"
         assert phase == ("warmup" if case == "across, 0/1" else expected), case  # --freeze-step is not its
-        if phase == "compressed" and case != "sequences":  # of which keys and values travel, too
+        if phase == "compressed":
             assert 0.5 < bits < (5.3 if case.startswith("across") else 2.5), case
         summary = json.loads((tmp_path / case / "run.json").read_text())
         assert (summary["zero"], summary["skipped"]) == (int(ZERO[case][1]), int(rows[-1]["skipped"])), case
 
-    if "whole" in cases:
-        assert_engine_at_stage_0_changes_nothing(tmp_path)
-
-
-def assert_engine_at_stage_0_changes_nothing(tmp_path: Path) -> None:
-    """Next to the run with --zero 0, the same one without the flag."""
     run(4, flags(tmp_path, *COMMON, steps=ZERO_STEPS))
     with_engine, without = rows_without_times(tmp_path / "whole"), rows_without_times(tmp_path)
     for name in ("loss", "val_loss", "lr", "phase"):
@@ -506,17 +471,6 @@ def test_ranks_of_a_sequence_train_as_one_rank_does(tmp_path: Path, pickled_corp
                 assert row[key] == expected[key] == "" or float(row[key]) == pytest.approx(
                     float(expected[key]), abs=2e-5
                 )
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(90)
-def test_zero_starts_under_mpirun(tmp_path: Path, start: Start) -> None:
-    more = ["--zero", "1", "--dtype", "bf16"]
-    process = start([*launcher("mpirun", 2), TRAIN_PY, *flags(tmp_path, *more, optimizer="onebit-adam", steps=2)])
-    output = finish(process)
-    assert process.returncode == 0, output
-    assert "a grid of pipe=1 x replica=1 x shard=2 x tensor=1" in output
-    assert (newest(tmp_path) / "stamp.json").exists()
 
 
 # ---------------------------------------------------------------- with --pipe
@@ -604,7 +558,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 60.0) -> str:
         raise AssertionError(f"still running after {timeout_s} s") from None
 
 
-def wait_for_steps(csv: Path, steps: int, timeout_s: float = 40.0) -> None:
+def wait_for_steps(csv: Path, steps: int, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not csv.exists() or len(csv.read_text().splitlines()) < steps + 2:
         assert time.monotonic() < deadline, f"{csv} has not grown to {steps} steps in {timeout_s} s"
@@ -618,10 +572,10 @@ def test_resume_under_mpirun_equals_uninterrupted_run_in_this_process(tmp_path: 
     """The sum of two numbers is the same in any order, so with two ranks all transports give the same bits."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(2, flags(whole, "--freeze-step", "6"))
-    for more in (["--stop-after", "11"], ["--resume"]):
-        process = start([*launcher("mpirun", 2), TRAIN_PY, *flags(parts, "--freeze-step", "6", *more)])
-        output = finish(process)
-        assert process.returncode == 0, output
+    run(2, flags(parts, "--freeze-step", "6", "--stop-after", "11"))
+    process = start([*launcher("mpirun", 2), TRAIN_PY, *flags(parts, "--freeze-step", "6", "--resume")])
+    output = finish(process)
+    assert process.returncode == 0, output
     assert rows_without_times(parts) == rows_without_times(whole)
     assert_same_checkpoint(newest(parts), newest(whole))
 
@@ -629,24 +583,24 @@ def test_resume_under_mpirun_equals_uninterrupted_run_in_this_process(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("name", "signum"),
+    ("name", "signum", "more", "said"),
     [
-        ("alone", signal.SIGINT),
-        ("mpirun", signal.SIGUSR1),
-        pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.thorough),
+        ("alone", signal.SIGINT, [], ""),
+        ("mpirun", signal.SIGUSR1, ["--zero", "1", "--dtype", "bf16"], "pipe=1 x replica=1 x shard=2 x tensor=1"),
+        pytest.param("torchrun", signal.SIGTERM, [], "", marks=pytest.mark.thorough),
     ],
 )
 def test_signal_ends_all_ranks_with_a_checkpoint(
-    tmp_path: Path, start: Start, name: str, signum: signal.Signals
+    tmp_path: Path, start: Start, name: str, signum: signal.Signals, more: list[str], said: str
 ) -> None:
     command = [sys.executable] if name == "alone" else launcher(name, 2)
-    process = start([*command, TRAIN_PY, *flags(tmp_path, steps=100_000)])
+    process = start([*command, TRAIN_PY, *flags(tmp_path, *more, steps=100_000)])
     wait_for_steps(tmp_path / "run.csv", 3)
     process.send_signal(signum)
     output = finish(process)
     done = len(read_csv(tmp_path / "run.csv"))
     assert f"stopped after step {done}, saved in" in output
-    assert newest(tmp_path).name == f"step_{done:08d}"
+    assert newest(tmp_path).name == f"step_{done:08d}" and said in output
     if name == "torchrun":  # whose own traceback tells that it was asked to end
         assert process.returncode != 0
     else:
