@@ -19,6 +19,7 @@ from bench import offload as bench_offload
 from bench import offload_gpu as bench_offload_gpu
 from bench import sequence, sequence_lengths, zero_deepspeed
 from bench import step as bench_step
+from bench import unlike as bench_unlike
 from bench.command import COMMAND
 from provenance import revision
 from ranks import run_torchrun
@@ -84,7 +85,10 @@ ON_HOSTS = {
         "| one-bit |",
     ),
     "hops": (["--elements", "65536", "--piece", "8192", "--hosts", "4", "--repeats", "1"], "| 1gbit | 4 | 2 |"),
-    "pipeline": (["--size", "tiny", "--networks", "1gbit", "--repeats", "1"], "| ZeroOneAdam, activations int8"),
+    "pipeline": (
+        ["--size", "tiny", "--networks", "1gbit", "--repeats", "1", "--micro-batches", "2"],
+        "| ZeroOneAdam, activations int8",
+    ),
     "members": (
         ["--params", "1e5", "--compute", "0", "--rates", "1gbit", "--steps", "2", "--blocks", "1"],
         "| membership |",
@@ -132,7 +136,8 @@ def test_shortest_form_writes_its_record(name: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("emulated_hosts")
 @pytest.mark.parametrize("name", ON_HOSTS)
-def test_shortest_form_on_hosts_writes_its_record(name: str, tmp_path: Path) -> None:
+def test_shortest_form_on_hosts_writes_its_record(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_unlike, "WAYS", bench_unlike.WAYS[::2])  # one of each kind: each starts hosts anew
     words, row = ON_HOSTS[name]
     assert row in run_shortest(name, words, tmp_path / "record.md")
 
@@ -172,9 +177,8 @@ def test_suite_records_what_it_measures_and_does_not_measure_it_again(
 ) -> None:
     results, record = tmp_path / "bench.jsonl", tmp_path / "bench.md"
     flags = ["--networks", "1gbit", "--hosts", "2", "--size", "tiny", "--elements", "100000", "--steps", "2"]
-    contenders = ["onebit over gloo", "all-reduce fp32", "onebit-adam", "ddp-fp32"]
-    flags += ["--methods", *contenders, "--repeats", "1"]
-    flags += ["--results", str(results)]
+    contenders = ["onebit over gloo", "onebit-adam"]
+    flags += ["--methods", *contenders, "--repeats", "1", "--results", str(results)]
     monkeypatch.setattr("sys.argv", [COMMAND, "suite"])
     bench_suite.main(flags)
     text, lines = record.read_text(), [json.loads(text) for text in results.read_text().split("\n") if text]
@@ -299,9 +303,7 @@ def test_offload_on_a_gpu_is_rehearsed(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.net
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("emulated_hosts")
-def test_attention_over_pieces_sends_what_the_formula_says(
-    tmp_path: Path,
-) -> None:
+def test_attention_over_pieces_sends_what_the_formula_says(tmp_path: Path) -> None:
     """At the network card, within 5 %; and no side sends without a network."""
     record = tmp_path / "record.md"
     flags = ["--tokens", "1026", "--hosts", "3", "--networks", "1gbit", "--repeats", "2", "--record", str(record)]
@@ -316,9 +318,7 @@ def test_attention_over_pieces_sends_what_the_formula_says(
 @pytest.mark.thorough
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("emulated_hosts")
-def test_windows_send_as_much_at_any_length_and_two_levels_less(
-    tmp_path: Path,
-) -> None:
+def test_windows_send_as_much_at_any_length_and_two_levels_less(tmp_path: Path) -> None:
     """By the cards of two hosts with two ranks each, within 5 % of the formula."""
     flags = ["--lengths", "2048", "4096", "--hosts", "2", "--ranks-per-host", "2", "--window", "256", "--repeats", "1"]
     record = tmp_path / "record.md"
@@ -333,8 +333,6 @@ def test_windows_send_as_much_at_any_length_and_two_levels_less(
 
 @pytest.mark.slow
 def test_zero_is_timed_with_the_same_json_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours alone, as DeepSpeed has an environment of its own; two stages give the same loss."""
-    args = argparse.Namespace(size="tiny", batch=2, steps=2, clip=1.0)
-    found = [zero_deepspeed.measure("onebit", stage, "float32", args) for stage in (1, 3)]
-    assert found[0]["loss"] == pytest.approx(found[1]["loss"], abs=1e-5)
-    assert all(each["seconds"] > 0 and each["peak_mb"] > 1 for each in found)
+    """Ours alone, as DeepSpeed has an environment of its own. Of 256 bytes none is known after some steps."""
+    found = zero_deepspeed.measure("onebit", 3, "float32", argparse.Namespace(size="tiny", batch=2, steps=2, clip=1.0))
+    assert 4 < found["loss"] < 6 and found["seconds"] > 0 and found["peak_mb"] > 1
