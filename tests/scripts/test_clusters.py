@@ -75,14 +75,7 @@ def test_a_slurm_job_ends_when_a_rank_dies(tmp_path: Path) -> None:
 
 def test_every_option_of_a_job_is_sbatchs() -> None:
     known = {
-        "job-name",
-        "nodes",
-        "ntasks-per-node",
-        "cpus-per-task",
-        "time",
-        "output",
-        "gpus-per-task",
-        "gpus-per-node",
+        *("job-name", "nodes", "ntasks-per-node", "cpus-per-task", "time", "output", "gpus-per-task", "gpus-per-node")
     }
     for script in FOLDER.glob("*.sbatch"):
         said = re.findall(r"^#+SBATCH --([a-z-]+)=\S+$", script.read_text(), re.MULTILINE)
@@ -106,11 +99,6 @@ def nodes_train(commands: list[list[str | Path]], environments: list[dict[str, s
     check("".join(out for out, _ in said), len(commands), "torch.distributed")
 
 
-def test_torchrun_on_every_node() -> None:
-    commands = [[FOLDER / "torchrun.sh", str(node), "2", "127.0.0.1", PROGRAM] for node in range(2)]
-    nodes_train(commands, [{"PORT": str(free_port())}] * 2)
-
-
 def pods(name: str) -> list[dict]:
     """The objects of a manifest."""
     return list(yaml.safe_load_all((FOLDER / name).read_text()))
@@ -123,7 +111,8 @@ def command_of(pod: dict) -> tuple[list[str], dict[str, str]]:
     return command, {entry["name"]: entry["value"] for entry in container["env"]} | {"OMP_NUM_THREADS": "1"}
 
 
-def test_a_kubernetes_job_trains(tmp_path: Path) -> None:
+def test_a_kubernetes_job_trains() -> None:
+    """Its pods call torchrun.sh, as nodes without a scheduler do."""
     service, job = pods("job.yaml")
     spec, name = job["spec"], job["metadata"]["name"]
     command, env = command_of(spec["template"])
@@ -156,10 +145,7 @@ def test_skypilots_task_trains() -> None:
     run = task["run"].replace("scripts/train.py", str(PROGRAM))
     ranks = {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2"}
     ranks |= {"SKYPILOT_NUM_GPUS_PER_NODE": "0", "PORT": str(free_port())}
-    nodes_train(
-        [["bash", "-euc", run]] * 2,
-        [ranks | {"SKYPILOT_NODE_RANK": str(node)} for node in range(2)],
-    )
+    nodes_train([["bash", "-euc", run]] * 2, [ranks | {"SKYPILOT_NODE_RANK": str(node)} for node in range(2)])
 
 
 def test_kubernetes_schemas_accept_the_manifests() -> None:
