@@ -29,10 +29,10 @@ def test_pictures_are_classified_as_well_as_with_adamw() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("args", [("bf16", 2), ("fp16", 3), ("fp32", 1)])
-def test_pictures_in_every_precision_and_stage(args: tuple[str, int]) -> None:
-    text = output("cifar", "--dtype", args[0], "--stage", args[1])
-    assert numbers("accuracy", text)[0] > 0.9 and f"onebitadam, stage {args[1]}" in text
+@pytest.mark.parametrize(("dtype", "stage"), [("bf16", 2), ("fp16", 3)])
+def test_pictures_in_other_precisions_and_stages(dtype: str, stage: int) -> None:
+    text = output("cifar", "--dtype", dtype, "--stage", stage)
+    assert numbers("accuracy", text)[0] > 0.9 and f"onebitadam, stage {stage}" in text
 
 
 def bert(folder: Path, config: Path, *args: object) -> list[float]:

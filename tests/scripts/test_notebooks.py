@@ -34,10 +34,9 @@ def test_the_cells_run(path: Path, tmp_path: Path) -> None:
             (tmp_path / magic.split()[1]).write_text(text)
         else:
             program.append(cell)
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(program)], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", "\n".join(program)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "at the end" in done.stdout
 
