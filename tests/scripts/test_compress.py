@@ -24,21 +24,8 @@ def test_the_command_ends_with_a_table(tmp_path: Path, capsys: pytest.CaptureFix
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"compression_training": RECIPES["digits"]["all, 4 bits"]}))
     out = tmp_path / "runs" / "small.safetensors"
-    main(
-        [
-            "--task",
-            "digits",
-            "--config",
-            str(config),
-            "--out",
-            str(out),
-            "--steps",
-            "20",
-            "--more-steps",
-            "5",
-            "--distill",
-        ]
-    )
+    words = ["--task", "digits", "--config", str(config), "--out", str(out)]
+    main([*words, "--steps", "20", "--more-steps", "5", "--distill"])
     said = capsys.readouterr().out
     assert "read from" in said and f"{out.stat().st_size:,}" in said and "8,970" in said
     assert [path.name for path in out.parent.iterdir()] == ["small.safetensors"]

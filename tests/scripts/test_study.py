@@ -18,7 +18,7 @@ from study import main as study
 from study import run as study_run
 from study.catalog import TASKS, load_task
 from study.divided import largest_directories
-from study.figure import COLOURS, _spread, family, lines_of, saving, shown_settings
+from study.figure import COLOURS, family, lines_of, saving
 from study.main import read_results
 from study.report import best_lr, gap_with_interval, report, runs_by_lr, verdict
 from study.run import Job, Point, Result, run_job
@@ -274,36 +274,11 @@ def test_every_method_of_the_study_has_a_colour() -> None:
     assert {family(method) for method in study_run.METHODS} <= COLOURS.keys()
 
 
-def test_settings_of_one_seed_are_left_to_the_tables() -> None:
-    several = [curve_of("adamw", seed, 2.0, 1.0, ranks=8) for seed in (0, 1)]
-    one = [curve_of("adamw", 0, 2.0, 1.0)]
-    assert shown_settings(one + several) == [several[0].job.setting]
-    assert shown_settings(one) == [one[0].job.setting]
-
-
-def test_labels_keep_apart_and_inside() -> None:
-    for places in ([0.0, 0.01, -0.5], [0.98, 0.99, 1.5], [-3.0, -2.0], []):
-        found = _spread(places, 0.2, 1.0)
-        assert all(b - a >= 0.2 - 1e-12 for a, b in pairwise(sorted(found))) and max(found, default=0.0) <= 1.0
-        assert [k for _, k in sorted(zip(places, range(3), strict=False))] == [
-            k for _, k in sorted(zip(found, range(3), strict=False))
-        ]
-    assert _spread([0.5, -0.5], 0.2, 1.0) == [0.5, -0.5]
-
-
 def test_a_figure_of_recorded_runs_is_drawn(tmp_path: Path) -> None:
     runs = [curve_of(method, seed, 2.0, 1.0) for method in ("adamw", "onebit-adam") for seed in (0, 1)]
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps(study.to_line(run)) + "\n" for run in runs))
     study.main(["--report-only", "--results", str(tmp_path / "runs.jsonl"), "--figure", str(tmp_path / "figure.png")])
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG") and not (tmp_path / "figure.md").exists()
-
-
-def test_help_is_printed(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as ended:
-        study.parse_args(["--help"])
-    assert ended.value.code == 0
-    printed = "".join(capsys.readouterr().out.split())  # lines end anywhere
-    assert all("".join(method.split()) in printed for method in study_run.METHODS)
 
 
 def test_half_the_tokens_beside_the_full_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,9 +315,7 @@ class TestOneBit:
         block = {"device": "nvme", "nvme_path": str(tmp_path)}
         with pytest.raises(ValueError, match="local steps keep anchors and differences in memory"):
             started(
-                None,
-                zero_optimization={"stage": 1, "offload_optimizer": block},
-                onebit={"local_steps": {"every": 4}},
+                None, zero_optimization={"stage": 1, "offload_optimizer": block}, onebit={"local_steps": {"every": 4}}
             )
 
 

@@ -87,12 +87,7 @@ def test_warmup_is_its_formula(kind: str, warmup: int) -> None:
 @pytest.mark.parametrize("warmup, total", [(10, 50), (1, 50), (10, 5), (10, 10), (0, 1)])
 def test_warmup_decay_is_its_formula(kind: str, warmup: int, total: int) -> None:
     scheduler = WarmupDecayLR(
-        adam(),
-        total_num_steps=total,
-        warmup_min_lr=1e-5,
-        warmup_max_lr=3e-3,
-        warmup_num_steps=warmup,
-        warmup_type=kind,
+        adam(), total_num_steps=total, warmup_min_lr=1e-5, warmup_max_lr=3e-3, warmup_num_steps=warmup, warmup_type=kind
     )
     n = batches(60)
     expected = 1e-5 + (3e-3 - 1e-5) * rise(n, warmup, kind) * fall(n, warmup, total)
@@ -197,11 +192,7 @@ def test_range_test_is_its_formula(staircase: bool) -> None:
 
 def test_a_list_has_one_number_for_each_group() -> None:
     scheduler = WarmupLR(
-        adam((1.0, 1.0)),
-        warmup_min_lr=[0.0, 0.1],
-        warmup_max_lr=[1.0, 0.2],
-        warmup_num_steps=4,
-        warmup_type="linear",
+        adam((1.0, 1.0)), warmup_min_lr=[0.0, 0.1], warmup_max_lr=[1.0, 0.2], warmup_num_steps=4, warmup_type="linear"
     )
     expected = np.stack([rise(batches(8), 4, "linear"), 0.1 + 0.1 * rise(batches(8), 4, "linear")], axis=1)
     np.testing.assert_allclose(rates(scheduler, 8), expected, rtol=1e-12)

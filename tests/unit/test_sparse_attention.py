@@ -44,12 +44,7 @@ MASKS = ("none", "padding", "bias", "padding and bias")
 
 
 def dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Layout,
-    padding: Tensor | None = None,
-    bias: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, padding: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """Attention in float64 over all pairs, with the layout as a mask; rows that see nothing are zero."""
     length, groups = query.shape[2], query.shape[1] // key.shape[1]
