@@ -83,9 +83,10 @@ def test_compiles_without_spilling(capability: int, tmp_path: Path) -> None:
 @needs_nvcc
 @pytest.mark.processes
 @pytest.mark.thorough
-@pytest.mark.parametrize("block", (16, 64, 512, 576))
+@pytest.mark.parametrize("block", (16, 512, 576))
 def test_compiles_for_every_kind_of_block(block: int, tmp_path: Path) -> None:
-    """int8 and int4 alone; the smallest and the largest whose c is kept in registers; the first whose c is not."""
+    """int8 and int4 alone; the largest whose c is kept in registers, of which smaller ones need fewer; the first whose
+    c is not."""
     said, _ = compile_for(90, block, tmp_path, "cubin")
     assert len(re.findall("Compiling entry function", said)) == (26 if block % 64 == 0 else 6)
     assert set(re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)) == {("0", "0")}, said
