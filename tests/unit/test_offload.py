@@ -491,7 +491,7 @@ sys.path[:0] = {paths!r}
 from test_offload import offloaded, small_model, train
 from onebit.zero.offload import files
 model = small_model()
-offload = offloaded(model, "AdamW", {mode!r}, {folder!r})
+offload = offloaded(model, "AdamW", "gradients", {folder!r})
 train(model, offload, 2)
 torch.save(dict(model=model.state_dict(), optimizer=offload.state_dict()), {saved!r})
 write, left = os.pwritev, 3
@@ -508,15 +508,15 @@ train(model, offload, 2, first=2)
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["gradients", "full"])
-def test_killed_within_a_step_and_resumed(mode: str, tmp_path: Path) -> None:
+def test_killed_within_a_step_and_resumed(tmp_path: Path) -> None:
+    """Without an engine; `processes/test_offload_killed.py` kills those, with their parameters in files as well."""
     folder, saved = tmp_path / "offload", tmp_path / "saved.pt"
     expected = train(model := small_model(), MAKES["AdamW"](model.parameters()), 4)
-    text = _KILLED.format(paths=sys.path, folder=str(folder), saved=str(saved), mode=mode)
+    text = _KILLED.format(paths=sys.path, folder=str(folder), saved=str(saved))
     assert subprocess.run([sys.executable, "-c", text], timeout=120).returncode == -signal.SIGKILL
     assert not list(folder.iterdir())
     state = torch.load(saved, mmap=True)
-    offload = offloaded(model := small_model(), "AdamW", mode, folder)
+    offload = offloaded(model := small_model(), "AdamW", "gradients", folder)
     offload.load_state_dict(state["optimizer"])
     model.load_state_dict(state["model"])
     assert same(train(model, offload, 2, first=2), expected)
