@@ -78,6 +78,7 @@ def layout_of(name: str, is_causal: bool, length: int, block: int = 4) -> Layout
     return build_layout(SparsityConfig(**lists, block=block, attention=said), 4, length)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("W", WORLDS)
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "all"])
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -151,6 +152,7 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
         ring_attention(q[:, :2], k, v, SimTransport(), Pieces(64, 1), layout=layout_of("fixed", True, 64))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("W", [1, 2, 3])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "all"])
