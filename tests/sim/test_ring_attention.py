@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from test_ring_layouts import in_pieces
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -52,45 +54,6 @@ def dense_mask(
     return torch.tensor([[[[sees(row, i, j) for j in range(length)] for i in range(length)]] for row in (0, 1)])
 
 
-def seen_of(pieces: Pieces, rank: int, source: int, is_causal: bool) -> int:
-    """How many of a rank's tokens the last token of another sees."""
-    last = max(pieces.positions(rank).tolist(), default=-1)
-    if not is_causal:
-        return pieces.size(source) if last >= 0 else 0
-    return sum(len(chunk) for chunk in pieces.chunks(source) if not len(chunk) or chunk.start <= last)
-
-
-def in_pieces(W: int, given: list[Tensor], is_causal: bool, scale: float | None = None) -> list[Tensor]:
-    """The same by W ranks, put together again."""
-    pieces = Pieces(given[0].shape[2], W)
-
-    def rank(transport: SimTransport) -> list[Tensor]:
-        q, k, v, grad = (pieces.cut(x, transport.rank, 2) for x in given)
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-        out = ring_attention(q, k, v, transport, pieces, is_causal=is_causal, scale=scale)
-        found = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
-        tokens = {source: seen_of(pieces, transport.rank, source, is_causal) for source in range(W)}
-        given_away = sum(
-            seen_of(pieces, rank, transport.rank, is_causal) for rank in range(W) if rank != transport.rank
-        )
-        gradients = sum(tokens.values()) - tokens[transport.rank]
-        width, wide = 2 * 2 * k.shape[1] * 8, max(4, q.element_size())
-        assert transport.sent_bytes == width * (2 * q.element_size() * given_away + wide * gradients)
-        return found
-
-    return [pieces.join(list(parts), 2) for parts in zip(*run_ranks(W, rank), strict=True)]
-
-
-@pytest.mark.parametrize("W", WORLDS)
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "all"])
-@pytest.mark.parametrize("length", [1, 3, 16, 41])
-def test_it_equals_attention_over_the_whole(length: int, is_causal: bool, W: int) -> None:
-    """Lengths that do not divide, and ranks without a token."""
-    given = drawn(length)
-    for found, expected in zip(in_pieces(W, given, is_causal), whole(given, is_causal), strict=True):
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
-
-
 DOCUMENTS = {
     "one": [[5] * 41],
     "of one token": [list(range(41))],
@@ -102,33 +65,47 @@ DOCUMENTS = {
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("W", WORLDS)
+@pytest.mark.parametrize("length", [41, 16, 3, 1])
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "all"])
 @pytest.mark.parametrize("documents", [None, *DOCUMENTS])
 @pytest.mark.parametrize("window", [None, 1, 2, 7, 40, 41, 100])
 @pytest.mark.parametrize("rows", [256, 4])
-def test_windows_and_documents_equal_attention_with_a_mask(
-    monkeypatch: pytest.MonkeyPatch, rows: int, window: int | None, documents: str | None, is_causal: bool, W: int
+def test_it_equals_attention_with_a_mask(
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    window: int | None,
+    documents: str | None,
+    is_causal: bool,
+    length: int,
+    W: int,
 ) -> None:
-    """Also the bytes: each rank gets the range of each chunk that its queries see, and gradients go back."""
+    """Over windows, documents and the whole; of lengths that do not divide, and ranks without a token."""
     monkeypatch.setattr(sight, "_ROWS", rows)
-    length, pieces, given = 41, Pieces(41, W), drawn(41)
-    ids = None if documents is None else DOCUMENTS[documents]
-    mask = dense_mask(length, is_causal, window, ids)
+    ids = None if documents is None else [row[:length] for row in DOCUMENTS[documents]]
+    check(W, drawn(length), is_causal=is_causal, window=window, documents=ids)
 
-    def rank(transport: SimTransport) -> list[Tensor]:
-        q, k, v, grad = (pieces.cut(x, transport.rank, 2) for x in given)
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-        numbers = None if ids is None else torch.tensor(ids)
-        out = ring_attention(q, k, v, transport, pieces, is_causal=is_causal, window=window, documents=numbers)
-        found = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
-        going = [ranges_of(mask, pieces, other, transport.rank) for other in range(W)]
-        coming = [ranges_of(mask, pieces, transport.rank, other) for other in range(W)]
-        assert transport.sent_bytes == 2 * 2 * 2 * 8 * 4 * (2 * sum(going) + sum(coming))
-        return found
 
-    parts = [pieces.join(list(each), 2) for each in zip(*run_ranks(W, rank), strict=True)]
-    for found, expected in zip(parts, whole(given, mask), strict=True):
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+def check(
+    W: int,
+    given: list[Tensor],
+    rtol: float = 0.0,
+    atol: float = 1e-5,
+    scale: float | None = None,
+    documents: list[list[int]] | None = None,
+    **seen: Any,
+) -> None:
+    """Output, gradients and bytes: a rank gets the range of each chunk that its queries see, and gradients go back."""
+    length, groups, size = given[0].shape[2], given[1].shape[1], given[1].element_size()
+    pieces, mask = Pieces(length, W), dense_mask(length, documents=documents, **seen)
+    ids = None if documents is None else torch.tensor(documents)
+    found, sent = in_pieces(W, given, scale=scale, documents=ids, **seen)
+    for x, expected in zip(found, whole(given, mask, scale), strict=True):
+        assert x.dtype == given[0].dtype
+        torch.testing.assert_close(x.double(), expected, rtol=rtol, atol=atol)
+    for me in range(W):
+        going = sum(ranges_of(mask, pieces, other, me) for other in range(W))
+        coming = sum(ranges_of(mask, pieces, me, other) for other in range(W))
+        assert sent[me] == 2 * 2 * groups * 8 * (2 * size * going + max(4, size) * coming)
 
 
 def ranges_of(mask: Tensor, pieces: Pieces, rank: int, source: int) -> int:
@@ -261,9 +238,7 @@ def test_dropped_weights_are_those_of_the_forward_pass(
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 1), (1, 1)])
 def test_key_value_heads_travel_alone(heads: int, groups: int) -> None:
-    given = drawn(24, heads, groups)
-    for found, expected in zip(in_pieces(3, given, True, 0.3), whole(given, True, 0.3), strict=True):
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+    check(3, drawn(24, heads, groups), scale=0.3)
 
 
 @pytest.mark.parametrize(
@@ -272,17 +247,9 @@ def test_key_value_heads_travel_alone(heads: int, groups: int) -> None:
 def test_dtypes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float) -> None:
     """Parts are summed in float32: low precision rounds once for each block, as a single pass does once."""
     given = drawn(40, dtype=dtype)
-    for found, expected in zip(in_pieces(4, given, True), whole(given, True), strict=True):
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    check(4, given, rtol=tolerance, atol=tolerance)
     monkeypatch.setattr(sight, "_ROWS", 4)  # tiles of which some queries see nothing
-
-    def rank(transport: SimTransport) -> Tensor:
-        ranks = SequenceRanks.of(transport, 2)
-        q, k, v, _ = (ranks.pieces(40).cut(x, transport.rank, 2) for x in given)
-        return ring_attention(q, k, v, ranks, ranks.pieces(40), window=6)
-
-    found = Pieces(40, 4, 2).join(run_ranks(4, rank), 2)
+    (found, *_), _ = in_pieces(4, given, 2, window=6)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), whole(given, dense_mask(40, True, 6))[0], rtol=tolerance, atol=tolerance)
 
@@ -292,10 +259,10 @@ def test_dtypes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: 
 def test_plain_operations_equal_torchs_kernel(monkeypatch: pytest.MonkeyPatch, is_causal: bool, elements: int) -> None:
     """As on devices for which no kernel is named, in one slice and in many."""
     given = drawn(20)
-    expected = in_pieces(3, given, is_causal)
+    expected, _ = in_pieces(3, given, is_causal=is_causal)
     monkeypatch.setattr(local, "_has_kernel", lambda q, v: False)
     monkeypatch.setattr(local, "_SLICE_ELEMENTS", elements)
-    for found, wanted in zip(in_pieces(3, given, is_causal), expected, strict=True):
+    for found, wanted in zip(in_pieces(3, given, is_causal=is_causal)[0], expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
 
 
@@ -357,7 +324,8 @@ def test_blocks_travel_in_few_bytes(codec: Codec, bytes_per_element: float, tole
     for parts, wanted in zip(zip(*(found for found, _ in ranks), strict=True), expected, strict=True):
         error = float((pieces.join(list(parts), 2) - wanted).norm() / wanted.norm())
         assert 0 < error < tolerance
-    elements = [2 * 2 * 2 * 8 * sum(seen_of(pieces, r, me, True) for r in range(W) if r != me) for me in range(W)]
+    mask = dense_mask(48)
+    elements = [2 * 2 * 2 * 8 * sum(ranges_of(mask, pieces, r, me) for r in range(W)) for me in range(W)]
     for (_, sent), count in zip(ranks, elements, strict=True):
         assert sent == pytest.approx(count * bytes_per_element, rel=0.05)
 
