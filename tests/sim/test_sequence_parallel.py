@@ -66,24 +66,28 @@ def results(model: nn.Module, given: dict[str, Any]) -> tuple[Tensor, list[Tenso
     return output.loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def on_ranks(W: int, make: Callable[[], nn.Module], given: dict[str, Any], ulysses_degree: int = 1) -> list[Any]:
-    """Every rank's losses and gradients. transformers is not safe to build models in threads."""
-    models = [make() for _ in range(W)]
+def check(
+    W: int,
+    make: Callable[[], nn.Module],
+    given: dict[str, Any],
+    ulysses_degree: int = 1,
+    sparsity: dict[str, Any] | None = None,
+) -> None:
+    """The ranks' mean loss and gradients are those of one process. transformers builds no models in threads."""
+    whole, models = make(), [make() for _ in range(W)]
+    if sparsity is not None:
+        replace_attention(whole, sparsity)
 
     def rank(transport: SimTransport) -> Any:
-        model = sequence_parallel(models[transport.rank], SequenceRanks.of(transport, ulysses_degree))
+        ranks = SequenceRanks.of(transport, ulysses_degree)
+        model = sequence_parallel(models[transport.rank], ranks, sparsity=sparsity)
         return results(model, copy.deepcopy(given))
 
-    return run_ranks(W, rank)
-
-
-def check(W: int, make: Callable[[], nn.Module], given: dict[str, Any], ulysses_degree: int = 1) -> None:
-    loss, grads = results(make(), copy.deepcopy(given))
-    ranks = on_ranks(W, make, given, ulysses_degree)
-    torch.testing.assert_close(torch.stack([its for its, _ in ranks]).mean(), loss, rtol=1e-5, atol=1e-5)
+    loss, grads = results(whole, copy.deepcopy(given))
+    found = run_ranks(W, rank)
+    torch.testing.assert_close(torch.stack([its for its, _ in found]).mean(), loss, rtol=1e-5, atol=1e-5)
     for k, expected in enumerate(grads):
-        mean = torch.stack([its[k] for _, its in ranks]).mean(0)
-        torch.testing.assert_close(mean, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.stack([its[k] for _, its in found]).mean(0), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -106,8 +110,10 @@ def test_any_number_of_ranks(W: int) -> None:
     check(W, lambda: build("Llama", CAUSAL["Llama"]), batch(32))
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert"])
-@pytest.mark.parametrize(("W", "U"), [(2, 2), (4, 2), (4, 4), (6, 2)])
+@pytest.mark.parametrize(
+    ("name", "W", "U"),
+    [*(("Llama", *each) for each in ((2, 2), (4, 2), (4, 4), (6, 2))), ("GPT2", 4, 2), ("Bert", 4, 2), ("Bert", 4, 4)],
+)
 def test_ranks_that_divide_heads(name: str, W: int, U: int) -> None:
     """Four heads, in Llama two of keys and values; packed documents, and padding of the encoder."""
     if name == "Bert":
@@ -200,24 +206,18 @@ def test_what_ring_attention_lacks_is_refused_by_name() -> None:
     refused(2, lambda: build("GptOss", keys), lambda rank: {}, "no s_aux")
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert"])
-@pytest.mark.parametrize("mode", ["bslongformer", "bigbird", "fixed", "variable"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *(("Llama", mode) for mode in ("bslongformer", "bigbird", "fixed", "variable")),
+        ("GPT2", "bigbird"),
+        ("Bert", "fixed"),
+    ],
+)
 def test_block_layouts_are_those_of_one_process(name: str, mode: str) -> None:
     """Those of `replace_attention`, in float32."""
-    sparsity, given = {"mode": mode, "block": 4}, batch(23)
     keys, head = (MASKED[name], "ForMaskedLM") if name in MASKED else (CAUSAL[name], "ForCausalLM")
-    whole = build(name, keys, head)
-    replace_attention(whole, sparsity)
-    loss, grads = results(whole, given)
-    models = [build(name, keys, head) for _ in range(3)]
-
-    def rank(transport: SimTransport) -> Any:
-        return results(sequence_parallel(models[transport.rank], transport, sparsity=sparsity), copy.deepcopy(given))
-
-    ranks = run_ranks(3, rank)
-    torch.testing.assert_close(torch.stack([its for its, _ in ranks]).mean(), loss, rtol=1e-5, atol=1e-5)
-    for k, expected in enumerate(grads):
-        torch.testing.assert_close(torch.stack([its[k] for _, its in ranks]).mean(0), expected, rtol=0, atol=1e-5)
+    check(3, lambda: build(name, keys, head), batch(23), sparsity={"mode": mode, "block": 4})
 
 
 @pytest.mark.parametrize("name", ["Llama", "Bert"])
@@ -249,8 +249,9 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("window", [1, 5, 22, 23])
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize(
+    ("name", "window"), [(name, 5) for name in WINDOWS] + [("Mistral", 1), ("Qwen2", 22), ("Qwen3", 23)]
+)
 def test_windows_of_some_layers_or_all(name: str, window: int) -> None:
     check(3, lambda: build(name, GROUPED | WINDOWS[name] | {"sliding_window": window}), batch(23))
 
@@ -282,8 +283,10 @@ def test_packed_documents_in_windows() -> None:
     check(3, lambda: build("Mistral", keys), batch(23) | {"position_ids": PACKED})
 
 
-@pytest.mark.parametrize("name", ["Llama", "Bert", "Roberta"])
-@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [("Llama", "left"), ("Llama", "right"), ("Bert", "both"), ("Roberta", "left"), ("Roberta", "both")],
+)
 def test_padding_on_either_side(name: str, side: str) -> None:
     given = batch(23)
     mask = torch.ones(2, 23).long()
