@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -24,26 +25,30 @@ transformers = pytest.importorskip("transformers", reason="pip install onebit[tr
 
 GATED = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 GATED |= {"num_key_value_heads": 2, "max_position_embeddings": 32}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+Families: TypeAlias = dict[str, tuple[str, dict[str, Any]]]
+FAMILIES: Families = {
     "Llama": ("LlamaForCausalLM", GATED),
     "Qwen2": ("Qwen2ForCausalLM", GATED),
     "Mistral": ("MistralForCausalLM", GATED | {"sliding_window": None}),
     "GPT2": ("GPT2LMHeadModel", {"vocab_size": 40, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 4}),
 }
+WIDE = {"hidden_size": 64, "intermediate_size": 128}
+WIDER: Families = {name: (cls, keys | WIDE) for name, (cls, keys) in FAMILIES.items()}
+WIDER["GPT2"] = "GPT2LMHeadModel", FAMILIES["GPT2"][1] | {"n_embd": 64}
+WIDER["Bert"] = "BertForMaskedLM", {"vocab_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4} | WIDE
+WIDER["Bert"][1].update(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 EIGHT = {"start_bits": 8, "target_bits": 8}
 INPUTS = {"activation_quantization": technique(["proj", "mlp"], {"bits": 8}, range_calibration="dynamic")}
 PRUNED = {
     "row_pruning": technique(["c_fc"], {"dense_ratio": 0.5}, [["mlp.c_proj"]]),
     "head_pruning": technique(["attn.c_proj"], {"dense_ratio": 0.5}, [["c_attn"]], num_heads=4),
 }
-
-
 MLP = {"row_pruning": technique(["up_proj"], {"dense_ratio": 0.5}, [["gate_proj", "down_proj"]])}
 
 
-def build(family: str) -> nn.Module:
-    torch.manual_seed(0)
-    name, keys = FAMILIES[family]
+def build(family: str, families: Families = FAMILIES, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    name, keys = families[family]
     return getattr(transformers, name)(getattr(transformers, f"{family}Config")(**keys))
 
 
@@ -51,11 +56,18 @@ def tokens(k: int) -> Tensor:
     return torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(k))
 
 
-def compressed(family: str, techniques: dict[str, Any], file: Path) -> nn.Module:
-    """Trained for some steps under compression, cleaned and exported."""
-    model = build(family)
+def compressed(
+    family: str,
+    techniques: dict[str, Any],
+    file: Path,
+    families: Families = FAMILIES,
+    batches: Iterable[int] = range(3),
+) -> nn.Module:
+    """Trained under compression, cleaned and exported."""
+    model = build(family, families)
     init_compression(model, config(**techniques))
-    train(model, lambda module, k: module(input_ids=tokens(k), labels=tokens(k)).loss, 3)
+    given = [tokens(k) for k in batches]
+    train(model, lambda module, k: module(input_ids=given[k], labels=given[k]).loss, len(given))
     redundancy_clean(model.eval(), config(**techniques))
     export_compressed(model, file)
     return model
@@ -102,29 +114,13 @@ def test_a_gate_and_what_it_multiplies_shrink_together(groups: list[tuple[list[s
     assert not any(torch.nn.utils.parametrize.is_parametrized(module) for module in model.modules())
 
 
-WIDE = {"hidden_size": 64, "intermediate_size": 128}
-WIDER: dict[str, tuple[str, dict[str, Any]]] = {name: (cls, keys | WIDE) for name, (cls, keys) in FAMILIES.items()}
-WIDER["GPT2"] = "GPT2LMHeadModel", FAMILIES["GPT2"][1] | {"n_embd": 64}
-WIDER["Bert"] = "BertForMaskedLM", {"vocab_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4} | WIDE
-
-
 def memorized(family: str, techniques: dict[str, Any], file: Path) -> nn.Module:
-    """A model that knows two rows of tokens by heart, so that its greatest logit stands out; cleaned and exported."""
-    torch.manual_seed(0)
-    name, keys = WIDER[family]
-    dropped = {key: 0.0 for key in ("hidden_dropout_prob", "attention_probs_dropout_prob") if family == "Bert"}
-    model = getattr(transformers, name)(getattr(transformers, f"{family}Config")(**keys, **dropped))
-    init_compression(model, config(**techniques))
-    train(model, lambda module, k: module(input_ids=tokens(0), labels=tokens(0)).loss, 30)
-    redundancy_clean(model.eval(), config(**techniques))
-    export_compressed(model, file)
-    return model
+    """A wide model that knows two rows of tokens by heart, so that its greatest logit stands out."""
+    return compressed(family, techniques, file, WIDER, [0] * 30)
 
 
 def plain(family: str) -> nn.Module:
-    torch.manual_seed(1)
-    name, keys = WIDER[family]
-    return getattr(transformers, name)(getattr(transformers, f"{family}Config")(**keys)).eval()
+    return build(family, WIDER, seed=1).eval()
 
 
 def check_served(engine: Any, cleaned: nn.Module, near: float) -> None:
@@ -166,8 +162,11 @@ class Floats(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", WIDER)
+PACKED = [("Llama", form) for form in FORMS]
+PACKED += [("GPT2", "rows"), ("GPT2", "groups"), ("Bert", "asymmetric rows"), ("Qwen2", "4 bits")]
+
+
+@pytest.mark.parametrize(("family", "form"), PACKED)
 def test_what_was_packed_is_executed_packed(family: str, form: str, tmp_path: Path) -> None:
     """No matrix is in floats, neither while the file is read nor afterwards; tied ones stay tied."""
     layers, bits, shared, kind = FORMS[form]
@@ -271,6 +270,7 @@ def of_groups(related: list[str], **shared: Any) -> dict[str, Any]:
     return {"head_pruning": technique(["o_proj"], {"dense_ratio": 0.5}, [related], num_heads=4, **shared)}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("method", ["l1", "topk"])
 @pytest.mark.parametrize("related", [["q_proj"], ["k_proj"], ["v_proj", "q_proj", "k_proj"]])
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral"])
