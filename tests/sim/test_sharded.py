@@ -7,18 +7,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from sharded_ranks import (
-    OPTIONS,
-    SIZES,
-    WARMUP,
-    assert_state_is,
-    gradient,
-    initial,
-    new,
-    owners,
-    take_steps,
-    values,
-)
+from sharded_ranks import OPTIONS, SIZES, WARMUP, assert_state_is, gradient, initial, new, owners, take_steps, values
 from torch import Tensor
 
 from onebit.comm import Log4Codec, SimTransport, Work, run_ranks
@@ -42,9 +31,9 @@ FORMS = {
     "four-bit warm-up, stage 2": {"stage": 2, "warmup_codec": Log4Codec(), "bucket_cap_mb": 600 * 4 / 2**20},
 }
 
-# Every form on three ranks; on one, two and four those that differ in what owners send down.
+# Every form on three ranks; on one and four those that differ in what owners send down.
 CASES = [(form, 3) for form in FORMS]
-CASES += [(form, W) for W in (1, 2, 4) for form in ("int4 differences", "sign updates", "clipped", "stage 2")]
+CASES += [(form, W) for W in (1, 4) for form in ("int4 differences", "sign updates", "clipped", "stage 2")]
 
 
 def oracle_for(form: str, world_size: int, optimizers: list[ShardedOnebitAdam], **options: object) -> ShardedOracle:
@@ -132,9 +121,7 @@ def test_at_stage_2_owners_send_down_during_backward(kind: type[ShardedOnebitOpt
     run_ranks(2, work)
 
 
-def test_parameters_that_change_between_backward_and_step_at_stage_2_are_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_parameters_that_change_between_backward_and_step_at_stage_2_are_said(caplog: pytest.LogCaptureFixture) -> None:
     """The masters have taken a part of the step by then."""
 
     def work(transport: SimTransport) -> None:
@@ -349,19 +336,6 @@ def test_groups_have_their_own_options() -> None:
     assert torch.equal(one[0], two[0])
 
 
-def test_step_takes_a_closure_and_gives_its_loss() -> None:
-    p = torch.nn.Parameter(torch.ones(3))
-    optimizer = ShardedOnebitAdam([p], transport=SimTransport())
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = p.square().sum()
-        loss.backward()
-        return loss
-
-    assert float(optimizer.step(closure).detach()) == 3.0 and bool((p < 1.0).all())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("has_offset", [False, True])
 def test_ranks_that_differ_persistently_are_warned_about_once(
@@ -405,11 +379,6 @@ def test_agreement_is_no_offset() -> None:
 
     stats = run_ranks(4, work)[0].stats
     assert stats.health > 0.7 and stats.agreement > 0.8 and abs(stats.offset) < 0.1
-
-
-def test_parameters_that_are_no_floats_of_a_kind_are_refused() -> None:
-    with pytest.raises(TypeError, match="float64"):
-        ShardedOnebitAdam([torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))], transport=SimTransport())
 
 
 def test_parameters_edited_between_steps_are_noticed_and_can_be_adopted(caplog: pytest.LogCaptureFixture) -> None:
