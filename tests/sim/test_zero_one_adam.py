@@ -32,9 +32,11 @@ def train_flat(transport: SimTransport, **options: object) -> tuple[np.ndarray, 
     return trajectory_of(optimizer, LRS, [transport.rank])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equals_the_textbook_loop(world_size: int, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "world_size"),
+    [(policy, W) for policy in POLICIES for W in (2, 3)] + [("auto, up to 4 local steps", W) for W in (1, 4)],
+)
+def test_equals_the_textbook_loop(policy: str, world_size: int) -> None:
     """Every rank's own parameters, local steps included; float32 against float64, rounding only.
 
     A sum that cancels to rounding may have another sign in float32: up to 1 % of the elements may leave the path. With
@@ -70,11 +72,9 @@ def train(transport: SimTransport, steps: range, net: nn.Module, optimizer: oneb
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world_size", "steps"), [(1, 600), (2, 600), pytest.param(4, 2000, marks=pytest.mark.thorough)]
-)
-def test_the_spread_after_every_sync_is_zero_for_hundreds_of_steps(world_size: int, steps: int) -> None:
+def test_the_spread_after_every_sync_is_zero_for_hundreds_of_steps() -> None:
     """Replicas are rebuilt from an anchor, so nothing can accumulate: the same bits after all steps as after one."""
+    steps = 600
 
     def work(transport: SimTransport) -> list[tuple[str, int]]:
         net = nn.Linear(30, 9)
@@ -90,7 +90,7 @@ def test_the_spread_after_every_sync_is_zero_for_hundreds_of_steps(world_size: i
                 seen.append((optimizer.stats.phase, hash(flat(net).numpy().tobytes())))
         return seen
 
-    results = run_ranks(world_size, work)
+    results = run_ranks(4, work)
     assert 0.25 * steps < len(results[0]) < 0.75 * steps and all(result == results[0] for result in results)
     assert {phase for phase, _ in results[0]} == {"variance", "compressed"}
 
@@ -107,14 +107,14 @@ def test_a_local_step_sends_nothing() -> None:
 
 
 @pytest.mark.thorough
-def test_resume_at_20_random_steps_equals_no_interruption() -> None:
+def test_resume_at_random_steps_equals_no_interruption() -> None:
     """Between synchronisations too; the model file of rank 0 alone is given to all where the replicas are the same."""
-    stops = sorted(random.Random(0).sample(range(1, 160), 20))
+    stops = sorted(random.Random(0).sample(range(1, 75), 10))
 
     def work(transport: SimTransport) -> list[str]:
         net, optimizer = fresh(transport)
         saved: dict[int, bytes] = {}
-        for step in range(170):
+        for step in range(80):
             if step in stops:
                 file = io.BytesIO()
                 torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -130,18 +130,18 @@ def test_resume_at_20_random_steps_equals_no_interruption() -> None:
             else:
                 net2.load_state_dict(state["model"])
             optimizer2.load_state_dict(state["optimizer"])
-            train(transport, range(stop, 170), net2, optimizer2)
+            train(transport, range(stop, 80), net2, optimizer2)
             assert torch.equal(flat(net2), flat(net)) and same(optimizer2.state_dict(), optimizer.state_dict()), stop
         return local
 
     between = run_ranks(2, work)[0]
-    assert 5 <= len(between) <= 15
+    assert 2 <= len(between) <= 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero_at", [0, 5, 17, 18, 30])
-def test_a_learning_rate_of_zero_moves_nothing_and_breaks_nothing(zero_at: int) -> None:
-    def work(transport: SimTransport, clipper: int) -> Tensor:
+@pytest.mark.parametrize(("zero_at", "clipper"), [(0, 4), (5, 1), (17, 4), (18, 4)])
+def test_a_learning_rate_of_zero_moves_nothing_and_breaks_nothing(zero_at: int, clipper: int) -> None:
+    def work(transport: SimTransport) -> Tensor:
         net, optimizer = fresh(transport, local_step_clipper=clipper, check_replicas_every=1)
         for step in range(40):
             optimizer.param_groups[0]["lr"] = 0.0 if step == zero_at else 0.01
@@ -154,9 +154,8 @@ def test_a_learning_rate_of_zero_moves_nothing_and_breaks_nothing(zero_at: int) 
         optimizer.sync()
         return flat(net)
 
-    for clipper in (1, 4):
-        results = run_ranks(2, lambda transport, c=clipper: work(transport, c))
-        assert torch.equal(results[0], results[1]) and results[0].isfinite().all()
+    results = run_ranks(2, work)
+    assert torch.equal(results[0], results[1]) and results[0].isfinite().all()
 
 
 def test_weight_decay_is_no_part_of_what_is_sent() -> None:
