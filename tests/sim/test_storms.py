@@ -21,10 +21,8 @@ FORMS: dict[str, tuple[type, dict]] = {
     "stage 0": (ShardedOnebitAdam, {"stage": 0}),
     "stage 1": (ShardedOnebitAdam, {"stage": 1}),
     "stage 2": (ShardedOnebitAdam, {"stage": 2}),
-    "LAMB, stage 1": (ShardedOnebitLamb, {}),
     "LAMB, stage 2": (ShardedOnebitLamb, {"stage": 2}),
     "0/1, stage 1": (ShardedZeroOneAdam, {"local_step_scaler": 2, "local_step_clipper": 2, "local_step_start": 20}),
-    "0/1, stage 2": (ShardedZeroOneAdam, {"stage": 2}),
 }
 BEGIN, STEPS = 20, 60
 SHAPES = ((33, 20), (33,), (700,))
@@ -91,6 +89,10 @@ def sharded(form: str, **options: object) -> Callable[[list[nn.Parameter], SimTr
     )
 
 
+def replicated(params: list[nn.Parameter], transport: SimTransport) -> torch.optim.Optimizer:
+    return onebit.OnebitAdam(params, transport=transport, **COMMON)
+
+
 @functools.cache
 def adamw(factor: float, steps: int) -> float:
     return train(lambda params, _: torch.optim.AdamW(params, **COMMON), bad_batch(factor, steps))[0][0]
@@ -113,7 +115,7 @@ def test_one_bad_batch_on_one_rank_costs_no_more_than_in_adamw(form: str, factor
 
 @pytest.mark.timeout(60)
 @pytest.mark.stranger("wrong without a word", "12: bad batches on one rank, one step after the other")
-@pytest.mark.parametrize(("form", "steps"), [("stage 1", 5), ("stage 1", 25), ("LAMB, stage 2", 5)])
+@pytest.mark.parametrize(("form", "steps"), [("stage 1", 25), ("LAMB, stage 2", 5)])
 def test_bad_batches_in_a_row_cost_no_more_than_in_adamw(form: str, steps: int) -> None:
     loss, _, _ = train(sharded(form), bad_batch(1e4, steps))[0]
     assert loss <= max(adamw(1e4, steps), 2.0 * calm(form)[0][0])
@@ -246,12 +248,7 @@ def test_a_run_that_converges_without_noise_keeps_its_inner_state() -> None:
 @pytest.mark.stranger("blames the wrong thing", "22: a finite gradient of 1e30 is called not finite")
 @pytest.mark.parametrize("form", ["OnebitAdam", "stage 1", "stage 2"])
 def test_a_finite_gradient_that_is_too_large_is_called_so(form: str, caplog) -> None:
-    make = (
-        sharded(form)
-        if form != "OnebitAdam"
-        else lambda params, transport: onebit.OnebitAdam(params, transport=transport, **COMMON)
-    )
-    train(make, bad_batch(1e30, 3, begin=2), steps=6)
+    train(replicated if form == "OnebitAdam" else sharded(form), bad_batch(1e30, 3, begin=2), steps=6)
     told = [message for message in caplog.messages if "rank 1: " in message]
     assert told and all("too large to be squared in float32" in message for message in told)
     assert not any("gradient not finite" in message for message in told)
@@ -261,12 +258,7 @@ def test_a_finite_gradient_that_is_too_large_is_called_so(form: str, caplog) -> 
 @pytest.mark.stranger("blames the wrong thing", "22: 40 equal lines of skipped steps, without a step number")
 @pytest.mark.parametrize("form", ["OnebitAdam", "stage 1"])
 def test_skips_in_a_row_are_told_with_their_step_and_ever_more_rarely(form: str, caplog) -> None:
-    make = (
-        sharded(form)
-        if form != "OnebitAdam"
-        else lambda params, transport: onebit.OnebitAdam(params, transport=transport, **COMMON)
-    )
-    train(make, bad_batch(float("nan"), 40, begin=2), steps=43)
+    train(replicated if form == "OnebitAdam" else sharded(form), bad_batch(float("nan"), 40, begin=2), steps=43)
     told = [message for message in caplog.messages if "rank 1: gradient not finite" in message]
     assert len(told) == 7  # the first three, and the 4th, 8th, 16th, 32nd
     assert len(set(told)) == len(told) and all("step 3: " in message for message in told)
