@@ -68,9 +68,9 @@ CUTS = [
     (("stacks", 2), ("whole", 1)),
     (("tensor", 1), ("stacks in shards", 1)),
 ]
-# Every cut by OnebitAdam, and in turn by one of the others.
+# Every cut by OnebitAdam, every second one by one of the others in turn.
 TAKEN_OVER = [("OnebitAdam", *cut) for cut in CUTS]
-TAKEN_OVER += [(("OnebitLamb", "ZeroOneAdam")[k % 2], *cut) for k, cut in enumerate(CUTS)]
+TAKEN_OVER += [(("OnebitLamb", "ZeroOneAdam")[k % 2], *cut) for k, cut in enumerate(CUTS[::2])]
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,9 @@ def test_where_no_block_moves_the_momentum_is_the_same_to_the_bit(
         torch.testing.assert_close(mine["owed"], before[parameter]["owed"], atol=1e-7, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", FAMILY)
-@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (1, 3)])
+@pytest.mark.parametrize(
+    ("name", "old", "new"), [*((name, 4, 2) for name in FAMILY), ("OnebitAdam", 2, 4), ("OnebitAdam", 1, 3)]
+)
 def test_another_number_of_replicas_is_what_load_state_dicts_makes_of_it(name: str, old: int, new: int) -> None:
     states, _ = trained(name, "rows", old, STEPS["one bit"])
 
