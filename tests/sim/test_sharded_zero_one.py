@@ -7,18 +7,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from sharded_ranks import (
-    OPTIONS,
-    SIZES,
-    assert_state_is,
-    gradient,
-    initial,
-    new,
-    owners,
-    state_of,
-    take_steps,
-    values,
-)
+from sharded_ranks import OPTIONS, SIZES, assert_state_is, gradient, initial, new, owners, state_of, take_steps, values
 from torch import Tensor
 
 from onebit.comm import SimTransport, run_ranks
@@ -40,8 +29,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "world_size"), [(form, 2) for form in FORMS] + [(form, W) for W in (1, 4) for form in ("int4", "stage 2")]
+)
 def test_equals_the_textbook_loop(form: str, world_size: int) -> None:
     """Under a learning rate that changes within the cycles."""
     rates = [OPTIONS["lr"] * (1.0 - 0.05 * step) for step in range(len(CYCLES))]
