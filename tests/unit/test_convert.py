@@ -127,8 +127,7 @@ def save_as_deepspeed(folder: Path, stage: int, ranks: int, extra: object = None
     return model | {"count": buffer, "head": head, "tied": model["last"]}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 3, 11])
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 11), (2, 3), (3, 1), (3, 11)])
 def test_deepspeeds_masters_become_weights(tmp_path: Path, stage: int, ranks: int) -> None:
     expected = save_as_deepspeed(tmp_path / "global_step5", stage, ranks)
     (tmp_path / "latest").write_text("global_step5\n")
@@ -308,11 +307,8 @@ IN_MODEL: dict[str, Callable[[Any], object]] = {
     "a list": lambda content: [1, 2],
     "a tensor": lambda content: torch.ones(2),
     "no module": lambda content: content.pop("module") and None,
-    "a module that is a list": lambda content: content.update(module=[1]),
     "no shapes": lambda content: content.pop("param_shapes") and None,
     "shapes that are a number": lambda content: content.update(param_shapes=3),
-    "a shape below zero": lambda content: content["param_shapes"][0].update({"first.bias": (-5,)}),
-    "a shape of text": lambda content: content["param_shapes"][0].update({"first.bias": "abc"}),
     "a shape of 2^80": lambda content: content["param_shapes"][0].update({"first.bias": (2**40, 2**40)}),
     "ties that are a number": lambda content: content.update(shared_params=3),
     "fragments of other names": lambda content: content.update(frozen_param_fragments={}),
@@ -326,9 +322,6 @@ IN_OPTIMIZER: dict[str, Callable[[Any], object]] = {
     "masters that are numbers": lambda state: state.update(single_partition_of_fp32_groups=[1, 2]),
     "masters of one group": lambda state: state["single_partition_of_fp32_groups"].pop() is None or None,
     "masters of two dimensions": lambda state: state.update(single_partition_of_fp32_groups=[torch.ones(3, 3)] * 2),
-    "masters of integers": lambda state: state.update(
-        single_partition_of_fp32_groups=[x.int() for x in state["single_partition_of_fp32_groups"]]
-    ),
 }
 IN_FOLDER: dict[str, Callable[[Path], object]] = {
     "a stray rank for a lost one": lambda folder: next(folder.glob("zero_pp_rank_1*")).rename(
@@ -337,21 +330,14 @@ IN_FOLDER: dict[str, Callable[[Path], object]] = {
     "a cut file": lambda folder: os.truncate(next(folder.glob(OPTIMIZER)), 1000),
     "an empty file": lambda folder: os.truncate(next(folder.glob(OPTIMIZER)), 0),
     "a pipe": lambda folder: (next(folder.glob(MODEL)).unlink(), os.mkfifo(folder / "mp_rank_00_model_states.pt")),
-    "a folder for a file": lambda folder: (
-        next(folder.glob(MODEL)).unlink(),
-        (folder / "mp_rank_00_model_states.pt").mkdir(),
-    ),
     "a link out of it": lambda folder: (
         next(folder.glob(MODEL)).rename(folder.parent / "secret.pt"),
         (folder / "mp_rank_00_model_states.pt").symlink_to(folder.parent / "secret.pt"),
     ),
     "a latest that is no text": lambda folder: (folder / "latest").write_bytes(b"\xff\xfe\0"),
-    "an empty latest": lambda folder: (folder / "latest").write_text(""),
     "a latest that leads out": lambda folder: (folder / "latest").write_text("../.."),
     "a latest that names nothing": lambda folder: (folder / "latest").write_text("global_step9"),
-    "a latest that is a folder": lambda folder: (folder / "latest").mkdir(),
     "a latest that is a pipe": lambda folder: os.mkfifo(folder / "latest"),
-    "a latest with a zero byte": lambda folder: (folder / "latest").write_bytes(b"a\0b"),
     "a latest of 5000 letters": lambda folder: (folder / "latest").write_text("a" * 5000),
     "a latest that links to itself": lambda folder: (folder / "latest").symlink_to(folder / "latest"),
 }
