@@ -31,45 +31,9 @@ from onebit.zero.grid import GridShape
 from onebit.zero.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from onebit.zero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from onebit.zero.pipeline.layers import unmarked
-from onebit.zero.runtime.pipe.topology import (
-    PipeDataParallelTopology,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
-)
+from onebit.zero.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
-
-
-PATHS = {
-    "accelerator": "accelerator",
-    "checkpointing": "checkpointing",
-    "comm": "comm",
-    "moe.utils": "moe",
-    "ops.adam": "ops",
-    "ops.lamb": "ops",
-    "ops.lion": "ops",
-    "pipe": None,
-    "runtime.config": "runtime",
-    "runtime.lr_schedules": None,
-    "runtime.pipe.topology": "topology",
-    "runtime.utils": "runtime",
-    "runtime.zero.partition_parameters": "parameters",
-    "utils": None,
-    "utils.logging": "utils",
-    "utils.zero_to_fp32": "zero_to_fp32",
-    "zero": "parameters",
-}
-"""By DeepSpeed's path: the file of the room that has what it offers; None: several, or another room's."""
-
-
-@pytest.mark.parametrize(("path", "home"), PATHS.items())
-def test_deepspeeds_paths_lead_to_what_the_room_has(path: str, home: str | None) -> None:
-    module = import_module(f"onebit.zero.{path}")
-    offered = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
-    assert offered and all(hasattr(module, name) for name in offered)
-    if home is not None:
-        room = import_module(f"onebit.zero.deepspeed.{home}")
-        assert all(getattr(module, name) is getattr(room, name) for name in offered)
 
 
 # ---------------------------------------------------------------- the table

@@ -74,14 +74,3 @@ def test_type_checkers_see_what_is_loaded_on_use(package: ModuleType) -> None:
 def test_submodules_are_attributes_as_if_they_were_imported() -> None:
     assert onebit.membership.connect is importlib.import_module("onebit.membership").connect
     assert onebit.host.adam_ is importlib.import_module("onebit.host").adam_
-
-
-@pytest.mark.parametrize(
-    ("wrong", "meant"),
-    [("OneBitAdam", "onebit.OnebitAdam"), ("OnebitAdamW", "onebit.OnebitAdam"), ("onebit_adamw", None),
-     ("ShardedOnebitAdam", "onebit.zero.ShardedOnebitAdam")],
-)  # fmt: skip
-def test_a_wrong_name_is_an_error_that_names_the_right_one(wrong: str, meant: str | None) -> None:
-    with pytest.raises(AttributeError, match=wrong) as raised:
-        getattr(onebit, wrong)
-    assert ("did you mean" in str(raised.value)) == (meant is not None) and (meant or "") in str(raised.value)
