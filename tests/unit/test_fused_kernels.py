@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from test_kernels import each_isa, needs_build
 from torch import Tensor
 
-from onebit.comm import SignCodec
 from onebit.comm.kernels import cpu, library, reference
 from onebit.comm.kernels.operands import (
     EncodeOutput,
@@ -27,25 +26,6 @@ from onebit.comm.kernels.operands import (
 )
 
 ERRORS = (None, torch.float32, torch.bfloat16)
-
-
-@needs_build
-@each_isa
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_gradient_that_is_not_finite_is_seen(isa: str, bad: float) -> None:
-    case = cases.CASES[3]
-    grads = cases.tensors_of(case, 10)
-    assert grads[1] is not None
-    grads[1][17] = bad
-    function = partial(cpu.encode_momentum, isa=isa)
-    cases.check_encode_momentum(function, case, error=torch.float32, packed=True, variance=False, grads=grads)
-    frames = torch.zeros_like(cases.garbage(case, case.K))
-    momentum = MomentumInputs(
-        grads, case.segments(), torch.ones(case.K, case.N), cases.frames_of(case, 0), cases.WEIGHTS
-    )
-    out = EncodeOutput(None, frames, case.counts(), torch.empty(case.K, case.N))
-    cpu.encode_momentum(momentum, out, block=case.block, scale="rms")
-    assert not SignCodec(case.block).is_finite(frames, case.N)
 
 
 @needs_build
@@ -74,7 +54,7 @@ def test_any_layout(isa: str, data: st.DataObject) -> None:
 
 @pytest.mark.slow
 @needs_build
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [2, 3])
 def test_threads_change_nothing(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -181,12 +161,7 @@ def test_the_reference_computes_what_rule_9_says_in_float64() -> None:
         expected[block] = m_hat[block] / expected_D[block]
         own, mine = q[1, block], g[block]
         expected_sums.append(torch.stack([mine @ mine, own @ own, 1.5 * mine @ own, mine @ m_hat[block]]))
-    for got, wanted in (
-        (variance, after),
-        (direction, expected),
-        (D, expected_D),
-        (sums, torch.stack(expected_sums)),
-    ):
+    for got, wanted in ((variance, after), (direction, expected), (D, expected_D), (sums, torch.stack(expected_sums))):
         assert (got.double() - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
