@@ -18,7 +18,7 @@ from onebit.comm.kernels.arguments import Edge
 SOURCE = Path(__file__).with_name("emulated_cuda.cpp")
 COMPILER = shutil.which("c++")
 # No contraction, as on the GPU; a signed infinity or NaN is what IEEE says.
-FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas",
+FLAGS = ("-std=c++17", "-O0", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas",
          "-Wno-unused-function")  # fmt: skip
 
 
