@@ -21,6 +21,7 @@ pytest.importorskip("fastapi", reason="pip install onebit[serve]")
 httpx = pytest.importorskip("httpx")
 uvicorn = pytest.importorskip("uvicorn")
 
+from onebit.cli.serve import app  # noqa: E402
 from onebit.cli.serve.app import Limits, Served, make_app  # noqa: E402
 from onebit.cli.serve.worker import Worker  # noqa: E402
 
@@ -232,6 +233,27 @@ def test_a_reader_who_goes_away_frees_the_row(server: Server) -> None:
         "prompt": "x", "max_tokens": 63, "stream": True, "temperature": 1, "seed": 1}) as answer:  # fmt: skip
         next(answer.iter_text())
     assert eventually(lambda: not server.batch.running)
+
+
+def test_a_reader_of_a_whole_answer_who_goes_away_frees_the_row(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while tokens come faster than the server looks."""
+    monkeypatch.setattr(app, "LOOK_S", 1.0)
+    step, request = server.batch.step, json.dumps({"prompt": "x", "max_tokens": 63, "temperature": 1, "seed": 1})
+
+    def slow() -> object:
+        time.sleep(0.05)
+        return step()
+
+    monkeypatch.setattr(server.batch, "step", slow)
+    with socket.create_connection(server.address, timeout=10) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(request)}\r\n\r\n"
+        connection.sendall(f"{head}{request}".encode())
+        assert eventually(lambda: any(one.tokens for one in server.batch.running))
+    (answer,) = server.batch.running
+    assert eventually(lambda: answer.reason) and answer.reason == "cancelled"
 
 
 def test_too_many_too_slow_and_other_names() -> None:

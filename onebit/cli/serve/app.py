@@ -235,18 +235,18 @@ def make_app(served: Served, worker: Worker, limits: Limits, token: str | None) 
         answer: Answer, news: asyncio.Queue[tuple[list[int], str | None]], text: Text, request: Request
     ) -> AsyncIterator[tuple[str, str | None]]:
         """Pieces of the answer's text, the last with the reason for its end. Whoever leaves early cancels it."""
-        end = time.monotonic() + limits.answer_s
+        end, next_look = time.monotonic() + limits.answer_s, 0.0
         try:
             while True:
+                if (now := time.monotonic()) > end:
+                    raise _Refusal(504, f"not answered within {limits.answer_s:g} seconds", "server_error")
+                if now > next_look:  # between tokens, too: who waits for a whole answer is sent nothing that could fail
+                    next_look = now + LOOK_S
+                    if await request.is_disconnected():
+                        raise _Refusal(499, "the client went away")
                 try:
                     tokens, reason = await asyncio.wait_for(news.get(), LOOK_S)
                 except asyncio.TimeoutError:
-                    if await request.is_disconnected():
-                        raise _Refusal(499, "the client went away") from None
-                    if time.monotonic() > end:
-                        raise _Refusal(
-                            504, f"not answered within {limits.answer_s:g} seconds", "server_error"
-                        ) from None
                     continue
                 if reason in ("error", "cancelled"):
                     raise _Refusal(500 if worker.failure is None else 503, answer.error or reason, "server_error")
@@ -254,8 +254,6 @@ def make_app(served: Served, worker: Worker, limits: Limits, token: str | None) 
                 if text.is_stopped or reason is not None:
                     yield piece, "stop" if text.is_stopped else reason
                     return
-                if time.monotonic() > end:
-                    raise _Refusal(504, f"not answered within {limits.answer_s:g} seconds", "server_error")
                 if piece:
                     yield piece, None
         finally:
