@@ -789,6 +789,17 @@ def test_weights_come_from_checkpoints(tmp_path: Path) -> None:
         init_inference(empty, checkpoint=tmp_path / "steps")
 
 
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_a_model_with_running_statistics_in_another_dtype(dtype: torch.dtype, name: str) -> None:
+    """As `model.to(dtype)` makes it, buffers of the checkpoint included."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 9, 2))
+    model(torch.randn(8, 3, 5, 5))  # statistics of a batch
+    x = torch.randn(2, 3, 5, 5)
+    engine = init_inference(model, dtype=name)
+    expected = copy.deepcopy(model).eval().to(dtype)(x.to(dtype))
+    assert torch.equal(engine(x.to(dtype)), expected) and model[1].running_mean.dtype == torch.float32
+
+
 @pytest.mark.slow
 @needs_transformers
 def test_gpt2_in_bfloat16_is_gpt2() -> None:

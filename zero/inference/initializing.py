@@ -22,6 +22,7 @@ from ...comm import PeerError, SimTransport, Transport
 from ...comm.messages import raise_on_all_ranks
 from ..checkpoint.whole import read_checkpoint_weights
 from ..compression.packing import is_compressed, read_compressed
+from ..compression.techniques import ActivationQuantization
 from ..parallel.experts import is_experts
 from ..parallel.model_plan import patterns
 from .calibration import Batch, calibrate
@@ -177,7 +178,11 @@ def _skeleton(model: nn.Module) -> nn.Module:
 
 
 def _recast(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Put new parameters in place of the model's, in dtype if given. The parameters of the given model stay."""
+    """Put new parameters in place of the model's, in dtype if given. The parameters of the given model stay.
+
+    Buffers that checkpoints have, such as BatchNorm's statistics, get the dtype, too. Others stay: rotary frequencies
+    are computed in float32.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -189,6 +194,10 @@ def _recast(model: nn.Module, dtype: torch.dtype | None) -> None:
             module._parameters[name] = made[id(p)]
         if dtype and isinstance(module, Rows | Groups):
             module.dtype = dtype
+        elif dtype and not isinstance(module, ActivationQuantization):
+            for name in module._buffers.keys() - module._non_persistent_buffers_set:
+                if (buffer := module._buffers[name]) is not None and buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(dtype)
 
 
 def _is_packed(model: nn.Module) -> bool:
