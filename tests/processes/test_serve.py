@@ -163,7 +163,8 @@ def test_a_stop_string_ends_the_answer(server: Server) -> None:
         ({"prompt": "x", "temperature": float("nan")}, 400, "temperature: "),
         ({"prompt": "x", "max_tokens": 100}, 400, "do not fit into the cache of 64"),
         ({"prompt": ""}, 400, "at least one token"),
-        ({"prompt": [2**70]}, 400, "prompt"),
+        ({"prompt": [2**70]}, 400, "prompt.0: Input should be less than"),
+        ({"prompt": "x", "stop": ["y"] * 17}, 400, "stop: List should have at most 16"),
         ({"prompt": "\ud800"}, 400, "prompt: "),
         ({"prompt": "x", "\ud800": 1}, 400, "expected a JSON object"),
         ({"prompt": "x", "model": "\ud800"}, 404, "this server has bytes"),
@@ -183,6 +184,7 @@ def test_a_wrong_request_is_a_sentence(server: Server, fields: dict, status: int
 def test_what_is_no_request(server: Server) -> None:
     url, json_type = f"{server.url}/v1/completions", {**HEADERS, "content-type": "application/json"}
     for content, headers, about in ((b"{", json_type, "not JSON"), (b"[]", json_type, "JSON object"),
+                                    (b"[" * 100_000, json_type, "parsing the body"),
                                     (b'{"prompt": "x"}', HEADERS, "content-type: application/json")):  # fmt: skip
         answer = httpx.post(url, content=content, headers=headers)
         assert answer.status_code == 400 and about in answer.json()["error"]["message"], answer.text

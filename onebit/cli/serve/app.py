@@ -19,6 +19,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from ...zero.inference.batch import Request as Answer
@@ -158,7 +159,12 @@ def make_app(served: Served, worker: Worker, limits: Limits, token: str | None) 
 
     @app.exception_handler(RequestValidationError)
     async def _(_: Request, error: RequestValidationError) -> JSONResponse:
-        return JSONResponse(error_of(_sentence(error.errors()[0]), "invalid_request_error"), 400)
+        return JSONResponse(error_of(_sentence(error.errors()[-1]), "invalid_request_error"), 400)
+
+    @app.exception_handler(HTTPException)
+    async def _(_: Request, error: HTTPException) -> JSONResponse:
+        about = error_of(str(error.detail), "invalid_request_error")
+        return JSONResponse(about, error.status_code, error.headers)
 
     @app.exception_handler(_Refusal)
     async def _(_: Request, refusal: _Refusal) -> JSONResponse:
@@ -264,8 +270,8 @@ def make_app(served: Served, worker: Worker, limits: Limits, token: str | None) 
 
 
 def _sentence(error: dict[str, Any]) -> str:
-    """What is wrong with a request, from pydantic's first error."""
-    place = ".".join(str(part) for part in error["loc"] if part != "body")
+    """What is wrong with a request, from pydantic's last error: of text or a list the first only denies that it is text."""
+    place = ".".join(str(part) for part in error["loc"] if part not in ("body", "str") and "[" not in str(part))
     if error["type"] == "json_invalid":
         return f"the body is not JSON: {error.get('ctx', {}).get('error', error['msg'])}"
     if error["type"] == "extra_forbidden":
