@@ -319,6 +319,7 @@ def test_a_rule_that_fails_ends_its_request_alone() -> None:
     [
         (lambda batch: batch.add([], max_new_tokens=1), "at least one token"),
         (lambda batch: batch.add([1], max_new_tokens=0), "at least 1"),
+        (lambda batch: batch.add([1], max_new_tokens=2.5), "max_new_tokens as an integer, got 2.5"),
         (lambda batch: batch.add([1] * 60, max_new_tokens=5), "do not fit into the cache of 64"),
         (lambda batch: batch.add([-1], max_new_tokens=5), "expected tokens from 0"),
         (lambda batch: batch.add([1], max_new_tokens=5, temperature=0.5), "no effect without do_sample"),
@@ -328,6 +329,6 @@ def test_a_rule_that_fails_ends_its_request_alone() -> None:
 )
 def test_what_cannot_be_answered_is_refused_before_it_joins(ask: Callable[..., object], said: str) -> None:
     batch = ContinuousBatch(init_inference(gpt()), rows=2)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((ValueError, TypeError), match=said):
         ask(batch)
     assert not batch.waiting and not batch.step()

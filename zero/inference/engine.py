@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -326,7 +327,14 @@ class InferenceEngine:
     # ---------------------------------------------------------------- what is asked
 
     def check(self, rows: Sequence[Tensor], most: int) -> None:
-        """Check that these prompts with `most` new tokens each can be continued. Raises ValueError if they cannot."""
+        """Check that these prompts with `most` new tokens each can be continued.
+
+        Raises:
+            ValueError: They cannot.
+            TypeError: `most` is not an integer.
+        """
+        if not isinstance(most, Integral):  # an answer of 2.5 tokens would not end
+            raise TypeError(f"expected max_new_tokens as an integer, got {most!r}")
         if (why := why_no_decoding(self.module)) is not None:
             raise ValueError(f"{why}; call the engine like the model instead of generate()")
         if not rows or min(map(len, rows)) == 0 or most < 1:

@@ -270,7 +270,7 @@ def make_app(served: Served, worker: Worker, limits: Limits, token: str | None) 
 
 
 def _sentence(error: dict[str, Any]) -> str:
-    """What is wrong with a request, from pydantic's last error: of text or a list the first only denies that it is text."""
+    """What is wrong with a request, from pydantic's last error: if text or a list may come, the first is of text."""
     place = ".".join(str(part) for part in error["loc"] if part not in ("body", "str") and "[" not in str(part))
     if error["type"] == "json_invalid":
         return f"the body is not JSON: {error.get('ctx', {}).get('error', error['msg'])}"
