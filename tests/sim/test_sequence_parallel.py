@@ -346,6 +346,16 @@ def test_models_of_other_kinds_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="MambaForCausalLM"):
         sequence_parallel(mamba, SimTransport())
+    classes = build("Llama", CAUSAL["Llama"] | {"num_labels": 3}, "ForSequenceClassification")
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification picks one token of a sequence"):
+        sequence_parallel(classes, SimTransport())
+
+
+def test_a_loss_in_place_of_that_of_transformers_is_not_ignored() -> None:
+    model = build("Llama", CAUSAL["Llama"])
+    model.loss_function = lambda logits, labels, vocab_size, **named: logits.square().mean()
+    with pytest.raises(ValueError, match="not known how the loss of LlamaForCausalLM follows"):
+        sequence_parallel(model, SimTransport())(**batch(8))
 
 
 def test_a_window_that_only_the_mask_or_only_the_layer_has() -> None:

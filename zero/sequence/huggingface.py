@@ -32,6 +32,7 @@ _HOLDER = "onebit_sequence"
 _UNSUPPORTED = ("s_aux", "output_attentions", "position_bias")
 _SHIFTED, _UNSHIFTED = ("ForCausalLM", "LMHeadModel"), ("ForMaskedLM",)
 """Ends of names of classes whose loss is the mean cross-entropy of the next tokens, or of the same ones."""
+_PICKING = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 _IGNORED = -100
 _MIXING = (nn.Conv1d, nn.RNNBase)
 """Layers that mix tokens without attention: state-space models have such a convolution."""
@@ -65,6 +66,11 @@ def check_splits(model: nn.Module, rank: int) -> None:
     if kinds - {"sliding_attention"} or getattr(model.config, "is_encoder_decoder", False):
         what = ", ".join(sorted(kinds)) or "an encoder and a decoder"
         raise ValueError(f"rank {rank}: {type(model).__name__} has {what}; its sequences cannot be split over ranks")
+    if type(model).__name__.endswith(_PICKING):
+        raise ValueError(
+            f"rank {rank}: {type(model).__name__} picks one token of a sequence for its outputs, and every rank would "
+            "pick one of its own piece; its sequences cannot be split over ranks"
+        )
     if mixing := find_mixing(model):
         raise ValueError(
             f"rank {rank}: {mixing} of {type(model).__name__} mixes tokens as attention does, and would see those of "
@@ -265,7 +271,9 @@ class _Holder:
     def _cut_labels(self, model: nn.Module, given: Mapping[str, Any]) -> tuple[Tensor, Tensor | float]:
         """The piece of the labels, shifted over its borders, and by how many the sum of its losses is divided."""
         labels, kind = given["labels"], type(model).__name__
-        if not kind.endswith(_SHIFTED + _UNSHIFTED) or getattr(model.config, "output_router_logits", False):
+        has_own_loss = getattr(model, "_loss_function", None) is not None  # set in place of transformers'
+        has_router_loss = getattr(model.config, "output_router_logits", False)
+        if not kind.endswith(_SHIFTED + _UNSHIFTED) or has_own_loss or has_router_loss:
             raise ValueError(
                 f"rank {self.ranks.rank}: it is not known how the loss of {kind} follows from pieces; leave labels "
                 "out, and compute it from the outputs"
