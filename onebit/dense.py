@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .comm.transports.base import Channel, Transport, Work, check_transport
 from .model_parallel import detach_version_, local
-from .usage.frozen import check_place, gradient_of
+from .usage.frozen import check_place, gradient_of, refuse_sparse
 from .usage.graphs import outside_graphs
 from .usage.marks import GradientMark, gradient_bits, is_inspected, marks_of
 
@@ -69,7 +69,7 @@ class Bucket:
             else:
                 shape = view.shape[:-1] if parameter.is_complex() else view.shape
                 check_place(transport.rank, parameter, "a parameter", shape, view.device)
-                view.copy_(real(local(grad)))
+                view.copy_(real(local(refuse_sparse(f"the mean over {transport.world_size} ranks", grad))))
 
     def _send(self, transport: Transport) -> Work:
         return transport.all_reduce(self.flat)

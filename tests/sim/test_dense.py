@@ -263,3 +263,15 @@ def test_the_engine_skips_what_no_variance_can_hold_unless_it_is_clipped(value: 
     is_good = (value < 1e18 or max_norm > 0) and value == value
     assert [good for good, _ in found] == [is_good] * 2
     assert not is_good or all(v < 1e38 for _, v in found)
+
+
+@pytest.mark.parametrize("is_during_backward", [True, False])
+def test_sparse_gradients_are_refused_by_name(is_during_backward: bool) -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    averager = DenseAverager(model.parameters(), SimTransport()) if is_during_backward else None
+    with pytest.raises(RuntimeError, match=r"the mean over 1 ranks needs dense gradients.*sparse=False"):
+        model(torch.tensor([1, 2])).sum().backward()
+        if averager is None:
+            average_gradients(model.parameters(), SimTransport())
+        else:
+            averager.finish()
