@@ -9,7 +9,7 @@ import pytest
 import torch
 from family import same
 from reshape_cases import FAMILY, LAYOUTS, SHAPES, Rank, assembled, cut, index_of, known, whole
-from torch import Tensor
+from torch import Tensor, nn
 
 import onebit
 from onebit.comm import SimTransport, run_ranks
@@ -236,6 +236,40 @@ def test_a_scalar_has_one_piece() -> None:
     x = torch.zeros(())
     x[found.here] = torch.tensor(3.0)[found.there]
     assert float(x) == 3.0
+
+
+@pytest.mark.parametrize(("old", "new"), [((), (1,)), ((1,), ()), ((), ())])
+@pytest.mark.parametrize("steps", [2, 9])
+def test_a_scalar_is_also_a_row(old: tuple[int, ...], new: tuple[int, ...], steps: int) -> None:
+    """A learnt temperature is whole at stage 0, and a row of a shard at others."""
+
+    def optimizer_of(shape: tuple[int, ...]) -> tuple[onebit.OnebitAdam, list[ParamSlice]]:
+        params = [nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(3))]
+        pieces = [
+            ParamSlice(name, tuple(p.shape), (0,) * p.dim(), tuple(p.shape))
+            for name, p in zip(("temperature", "bias"), params, strict=True)
+        ]
+        optimizer = onebit.OnebitAdam(params, lr=0.1, freeze_step=4, transport=SimTransport(), compression="always")
+        return optimizer, pieces
+
+    def train(optimizer: onebit.OnebitAdam, steps: range) -> None:
+        for k in steps:
+            for p in optimizer.param_groups[0]["params"]:
+                p.grad = torch.full_like(p, float(k + 1))
+            optimizer.step()
+
+    optimizer, there = optimizer_of(old)
+    train(optimizer, range(steps))
+    other, here = optimizer_of(new)
+    state = copy.deepcopy(optimizer.state_dict())
+    other.load_state_dict(recut(other, here, plan([there], here), lambda part: [state]))
+    with torch.no_grad():
+        for p, its in zip(other.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True):
+            p.copy_(its.view(p.shape))
+    train(optimizer, range(steps, steps + 6))
+    train(other, range(steps, steps + 6))
+    for p, its in zip(other.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True):
+        assert torch.equal(p.view(-1), its.view(-1))
 
 
 def test_what_does_not_cover_a_parameter_is_refused() -> None:

@@ -175,9 +175,10 @@ def plan(parts: Sequence[Sequence[ParamSlice]], here: Sequence[ParamSlice]) -> l
         found = places.get(mine.name, {}) if mine.name else {}
         covered = 0
         for piece, (part, number) in found.items():
-            if piece.shape != mine.shape:
+            one, other = (piece, mine) if piece.shape == mine.shape else (_in_rows(piece), _in_rows(mine))
+            if one.shape != other.shape:
                 raise ValueError(f"{mine.name} has shape {piece.shape} there and {mine.shape} here")
-            for both in piece.overlaps(mine):
+            for both in one.overlaps(other):
                 cuts[part].append(CopyPlan(number, new, *both))
                 covered += math.prod(s.stop - s.start for s in both[1])
         if found and covered != mine.numel:
@@ -186,6 +187,11 @@ def plan(parts: Sequence[Sequence[ParamSlice]], here: Sequence[ParamSlice]) -> l
             part, number = next(iter(found.values()))
             cuts[part].append(CopyPlan(number, new, None, None))
     return cuts
+
+
+def _in_rows(piece: ParamSlice) -> ParamSlice:
+    """A scalar as one row: so the shards of some layouts hold it."""
+    return piece if piece.shape else ParamSlice(piece.name, (1,), (0,), (1,))
 
 
 def recut(
@@ -240,7 +246,7 @@ def _paste(states: dict[int, ParameterState], cut: CopyPlan, here: ParamSlice, o
         )
     if cut.there is not None and cut.here is not None:
         for name, x in old.elements.items():
-            mine.elements[name][cut.here] = x[cut.there]
+            torch.atleast_1d(mine.elements[name])[cut.here] = torch.atleast_1d(x)[cut.there]
 
 
 def saved_pieces(packed: Iterable[Sequence[Any]]) -> list[ParamSlice]:
