@@ -20,7 +20,7 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Odd(nn.Module):
-    """All that FSDP2 refuses: scalars, transposed, channels_last and complex weights, an entry beside forward."""
+    """All that FSDP2 refuses: scalars, empty, transposed, channels_last and complex ones, an entry beside forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,6 +28,7 @@ class Odd(nn.Module):
         self.across = nn.Parameter(torch.randn(6, 5).t() * 0.3)
         self.conv = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
         self.waves = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64) * 0.3)
+        self.empty = nn.Parameter(torch.zeros(0, 6))
         self.one_row = nn.Parameter(torch.randn(1, 6))
         self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
@@ -42,7 +43,7 @@ class Odd(nn.Module):
         h = self.encode(x)
         h = h + torch.view_as_real(torch.fft.fft(h[:, :5]) @ self.waves).reshape(len(h), 6)
         h = torch.tanh(h * self.one_row + self.frozen(h))
-        return getattr(self, branch)(h)
+        return getattr(self, branch)(h) + self.empty.sum()
 
 
 def plain(model: nn.Module, x: Tensor) -> Tensor:

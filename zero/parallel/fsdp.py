@@ -130,8 +130,8 @@ def shard(
 
 
 def refused(model: nn.Module) -> set[Tensor]:
-    """The parameters that FSDP2 does not shard: scalars, complex ones, and those whose rows are not contiguous."""
-    return {p for p in model.parameters() if p.dim() == 0 or p.is_complex() or not p.is_contiguous()}
+    """The parameters that FSDP2 does not shard: scalars, empty, complex ones, those whose rows are not contiguous."""
+    return {p for p in model.parameters() if p.dim() == 0 or 0 in p.shape or p.is_complex() or not p.is_contiguous()}
 
 
 def _kept_blocks(modules: Sequence[nn.Module], ratio: float) -> int:
