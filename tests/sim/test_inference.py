@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import inspect
 import itertools
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -787,6 +788,27 @@ def test_weights_come_from_checkpoints(tmp_path: Path) -> None:
     next((tmp_path / "steps").glob("step_*/*.distcp")).write_bytes(b"")
     with pytest.raises(CheckpointError, match="damaged"):
         init_inference(empty, checkpoint=tmp_path / "steps")
+
+
+@needs_transformers
+def test_a_folder_without_all_weights_is_refused(tmp_path: Path) -> None:
+    """transformers would draw the others, and what is served would be noise."""
+    from safetensors.torch import load_file, save_file
+
+    of_transformers("llama").save_pretrained(tmp_path)
+    assert init_inference(str(tmp_path)).module.lm_head.weight.numel()
+    file, lost = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(file)
+    save_file({name: x for name, x in weights.items() if name != lost}, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"lacks weights \({lost}\)"):
+        init_inference(str(tmp_path))
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        init_inference(str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["OwnForCausalLM"]}))
+    with pytest.raises(ValueError, match="transformers has no OwnForCausalLM"):
+        init_inference(str(tmp_path))
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])

@@ -20,6 +20,7 @@ from ...agreement.replicas import differing
 from ...checkpoint.files import CheckpointError
 from ...comm import PeerError, SimTransport, Transport
 from ...comm.messages import raise_on_all_ranks
+from ..checkpoint.weights import error_of_safetensors
 from ..checkpoint.whole import read_checkpoint_weights
 from ..compression.packing import is_compressed, read_compressed
 from ..compression.techniques import ActivationQuantization
@@ -155,7 +156,20 @@ def _module(model: object) -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(model)
         if not config.architectures:
             raise ValueError(f"the configuration of {model} names no class; construct the model, and pass it")
-        return cast(nn.Module, getattr(transformers, config.architectures[0]).from_pretrained(model))
+        if (kind := getattr(transformers, config.architectures[0], None)) is None:
+            raise ValueError(
+                f"transformers has no {config.architectures[0]}, the class of {model}; construct the model"
+            )
+        try:
+            found, about = kind.from_pretrained(model, output_loading_info=True)
+        except error_of_safetensors() as error:
+            raise CheckpointError(f"the weights of {model} cannot be read: {error}") from error
+        if missing := sorted(about["missing_keys"]):
+            raise CheckpointError(
+                f"{model} lacks weights ({', '.join(missing[:3])}), which transformers has drawn at random: "
+                f"copy all of its files, or save it again from a {config.architectures[0]}"
+            )
+        return cast(nn.Module, found)
     module = model if isinstance(model, nn.Module) else getattr(model, "module", model)
     if not isinstance(module, nn.Module):
         raise TypeError(
