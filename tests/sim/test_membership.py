@@ -140,26 +140,9 @@ def train(members: Members, steps: int, hub: Hub | None = None, make: Make = ada
     return optimizer.steps_taken(), parameters_of(model)
 
 
-@pytest.mark.parametrize(
-    ("make", "fuse"),
-    [
-        (adam, 60.5),
-        (delayed, 101),
-        *(pytest.param(adam, fuse, marks=pytest.mark.slow) for fuse in (9, 31, 101.5, 102.5)),
-        *(pytest.param(delayed, fuse, marks=pytest.mark.slow) for fuse in (101.5, 103.5, 104, 150)),
-    ],
-)
-def test_survivors_go_on_with_the_same_bits(make: Make, fuse: float) -> None:
-    """Whatever the lost member was doing: entering, sending a bucket to some and not to others, waiting."""
-    run = founded(Hub(3), lambda members: train(members, 16, make=make), [INF, fuse, INF]).join()
-    assert set(run.results) == {"a", "c"} and set(run.errors) == {"b"}
-    (steps, first), (others, second) = run.results.values()
-    assert steps == others == 16 and torch.equal(first, second)
-
-
 def test_a_founder_that_was_silent_as_the_first_epoch_began_is_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its machine stood still: the others have begun without it, and it has not lost the run's state."""
-    hub, are_gone = Hub(3), threading.Event()
+    hub, are_gone = Hub(3, timeout_s=5.0), threading.Event()
 
     def exchange_late(members: Members, mine: Standing) -> list[Standing]:
         found = _exchange(members, mine)
@@ -171,11 +154,20 @@ def test_a_founder_that_was_silent_as_the_first_epoch_began_is_a_newcomer(monkey
             are_gone.set()
         return found
 
+    def work(members: Members) -> Tensor:
+        def before_step(optimizer: Any) -> None:
+            while members.world_size == 2 and (
+                hub.store.add("here/3", 0) == 0 or (members.rank == 0 and not members.is_awaited())
+            ):
+                time.sleep(0.005)
+
+        model, optimizer = trained(members, 12, before_step=before_step)
+        end(optimizer)
+        return parameters_of(model)
+
     monkeypatch.setattr("onebit.membership.change._exchange", exchange_late)
-    run = founded(hub, lambda members: train(members, 400), [INF, INF, INF]).join()
-    assert len(run.results) == 3 and max(hub.networks) >= 3
-    (_, first), *others = run.results.values()
-    assert all(torch.equal(first, params) for _, params in others)
+    first, *others = founded(hub, work, [INF, INF, INF]).join().results.values()
+    assert len(others) == 2 and max(hub.networks) >= 3 and all(torch.equal(first, params) for params in others)
 
 
 @pytest.mark.parametrize("make", [adam, delayed, local, averaged], ids=["adam", "delayed", "local", "averaged"])
@@ -193,7 +185,7 @@ def test_all_end_with_the_last_step_whoever_is_lost_in_it(make: Make) -> None:
         end(optimizer)
         return parameters_of(model)
 
-    for fuse in [0.5, 1, 3.5, 7, 9.5, 11.5, 13.5, 14.5]:
+    for fuse in [0.5, 3.5, 7, 11.5, 14.5]:
         run = founded(Hub(3), partial(work, fuse), [INF, INF, INF]).join()
         first, *others = run.results.values()
         assert {"a", "c"} <= set(run.results) and all(torch.equal(first, other) for other in others)
@@ -278,8 +270,8 @@ def test_a_step_that_others_have_taken_is_taken_over(make: Make, monkeypatch: py
             first, second = founded(Hub(3), work, [INF, fuse + 0.5, INF]).join().results.values()
             assert torch.equal(first, second)
             assert all(step % 3 == 0 for steps in compared.values() for step in steps), compared
-        if sum(found.took_step for found in changes) >= 3:
-            return
+            if sum(found.took_step for found in changes) >= 3:
+                return
     pytest.fail("hardly a survivor had taken a step that the other had not")
 
 
@@ -309,29 +301,19 @@ def test_a_step_that_others_have_skipped_is_over(monkeypatch: pytest.MonkeyPatch
         for fuse in (35.5, 46.5):
             first, second = founded(Hub(3), work, [INF, fuse, INF]).join().results.values()
             assert first[:2] == second[:2] == (14 - len(bad), len(bad)) and torch.equal(first[2], second[2])
-        if any(found.took_step for found in changes):
-            return
+            if any(found.took_step for found in changes):
+                return
     pytest.fail("no survivor had missed that a step was skipped")
 
 
-@pytest.mark.parametrize("make", [adam, delayed], ids=["adam", "delayed"])
-def test_a_newcomer_gets_the_state_and_counts_from_the_next_epoch(make: Make) -> None:
-    hub = Hub(2)
-    run = founded(hub, lambda members: train(members, 20, hub, make), [INF, INF])
-    run.joined_by("n")
-    (steps, first), *others = run.results.values()
-    assert len(others) == 2 and steps == 20 and max(hub.networks) == 2
-    assert all(count == 20 and torch.equal(first, params) for count, params in others)
-
-
-def random_changes(seed: int, make: Make, steps: int = 80) -> None:
+def random_changes(seed: int, make: Make) -> None:
     """Members die at random operations, also while others join, change or die; others come."""
     draw = torch.Generator().manual_seed(seed)
 
     def fuse() -> float:
-        return INF if torch.rand((), generator=draw) < 0.3 else int(torch.randint(10, 800, (), generator=draw)) / 2
+        return INF if torch.rand((), generator=draw) < 0.3 else int(torch.randint(10, 500, (), generator=draw)) / 2
 
-    run = founded(Hub(4), lambda members: train(members, steps, make=make), [INF, fuse(), fuse(), fuse()])
+    run = founded(Hub(4), lambda members: train(members, 50, make=make), [INF, fuse(), fuse(), fuse()])
     for name in "wxyz":
         run.start(name, fuse())
     run.join()
@@ -347,11 +329,14 @@ def random_changes(seed: int, make: Make, steps: int = 80) -> None:
     [
         ("OnebitAdam, delayed", 0),
         ("LocalSteps", 0),
-        *(pytest.param(kind, 1, marks=pytest.mark.thorough) for kind in simulated.KINDS),
+        *(pytest.param(kind, 1, marks=pytest.mark.thorough) for kind in ("ZeroOneAdam", "AdamW")),
     ],
 )
 def test_drawn_schedules_of_changes_end_as_promised(kind: str, seed: int, tmp_path: Path) -> None:
-    """Kills, stops, cuts, joins, two at once, amid a join, amid a change, without the rendezvous."""
+    """Kills, stops, cuts, joins, two at once, amid a join, amid a change, without the rendezvous.
+
+    Of each step machine one optimizer; `scripts/faults.py` draws a hundred changes for every one.
+    """
     outcomes = list(simulated.changes(kind, Tools(Random(seed), tmp_path), 12))
     assert len(outcomes) == 13 and {its.verdict for its in outcomes} == {AS_PROMISED}, outcomes[-1]
 
@@ -480,7 +465,7 @@ def test_groups_that_reach_the_rendezvous_but_not_each_other_stand_still() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(k, marks=pytest.mark.thorough) for k in range(4, 12))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(k, marks=pytest.mark.thorough) for k in (2, 3))])
 def test_random_changes_leave_replicas_equal(seed: int) -> None:
     random_changes(seed, adam)
 
@@ -515,10 +500,9 @@ def test_random_changes_leave_replicas_equal(seed: int) -> None:
         "delayed",
     ],
 )
-@pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.thorough) for k in (1, 2))])
-def test_random_changes_of_other_optimizers(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_changes_of_other_optimizers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     measures_by_messages(monkeypatch)
-    random_changes(seed, make)
+    random_changes(0, make)
 
 
 def measures_by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -939,23 +923,6 @@ def test_a_newcomer_may_come_as_another_is_lost_within_a_step() -> None:
     assert set(run.results) == {"a", "c", "n"} and all(torch.equal(first, other) for other in others)
 
 
-def test_members_whose_rates_differ_are_told() -> None:
-    def work(members: Members) -> None:
-        net_ = net()
-        lr = 2e-2 if members.rendezvous.name == "b" else 1e-2
-        inner = torch.optim.AdamW(net_.parameters(), lr=1e-2, weight_decay=0.5)
-        optimizer = onebit.LocalSteps(inner, every=8, transport=members)
-        begin(optimizer)
-        inner.param_groups[0]["lr"] = lr
-        for _ in range(8):
-            net_(torch.ones(2, 12)).sum().backward()
-            optimizer.step()
-
-    run = founded(Hub(2), work, [INF, INF])
-    run.wait()
-    assert all("different weight decay" in str(run.errors[name]) for name in "ab")
-
-
 @pytest.mark.parametrize(("founders", "leaves", "newcomers"), [(3, {"b": 8}, ""), (2, {}, "cd"), (2, {"a": 10}, "")])
 def test_a_dense_optimizer_steps_with_the_mean_of_the_members_of_each_step(
     founders: int, leaves: dict[str, int], newcomers: str
@@ -983,7 +950,7 @@ def drawn(layout: Layout) -> Tensor:
     return flat
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_residuals_are_carried_over(seed: int) -> None:
     """The mean of worker errors plus server errors, but for those of the lost; any sizes, any who stay, any order."""
     draw = np.random.default_rng(seed)
@@ -1055,23 +1022,10 @@ def test_a_step_before_begin_is_refused() -> None:
         optimizer.step()
 
 
-@pytest.mark.slow
-def test_zero_one_adam_goes_on() -> None:
-    def make(model: nn.Module, members: Members) -> onebit.ZeroOneAdam:
-        return onebit.ZeroOneAdam(model.parameters(), lr=1e-2, transport=members, compression="always")
-
-    for fuse in (60.5, 121.5, 200):
-        run = founded(Hub(3), lambda members: train(members, 50, make=make)[1], [INF, fuse, INF])
-        run.start("n")
-        run.join()
-        first, *others = run.results.values()
-        assert others and all(torch.equal(first, other) for other in others)
-
-
 @pytest.mark.parametrize("strangers", ["token", "model", "options"])
 def test_strangers_are_not_let_in(strangers: str) -> None:
     """Whoever has another token, another model or other options; all members are told, before anything is written."""
-    hub = Hub(2, wait_s=10.0)
+    hub = Hub(2, wait_s=3.0)
 
     def work(members: Members) -> None:
         is_strange = members.rendezvous.name == "b"
@@ -1177,15 +1131,21 @@ def test_how_often_replicas_are_compared_is_the_same_on_all_members() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fuse", [0, 0.5, 1])
 @pytest.mark.parametrize("make", [adam, averaged])
-def test_a_loss_within_a_vote_on_replicas_is_survived(make: Make) -> None:
+def test_a_loss_within_a_vote_on_replicas_is_survived(make: Make, fuse: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes after the step was written: the members meet before the next one, and no step is taken twice."""
-    for fuse in range(60, 76):
-        run = founded(
-            Hub(3), lambda members: train(members, 12, make=partial(make, check_replicas_every=1)), [INF, fuse, INF]
-        ).join()
-        (steps, first), (others, second) = run.results.values()
-        assert steps == others == 12 and torch.equal(first, second)
+    compare = replicas.check_replicas
+
+    def mortal(transport: Members, tensors: object, names: object, step: int) -> None:
+        if transport.rendezvous.name == "b" and step == 8:
+            transport._now.fuse[0] = fuse
+        compare(transport, tensors, names, step)
+
+    monkeypatch.setattr(replicas, "check_replicas", mortal)
+    run = founded(Hub(3), lambda members: train(members, 12, make=partial(make, check_replicas_every=1)), [INF] * 3)
+    (steps, first), (others, second) = run.join().results.values()
+    assert set(run.errors) == {"b"} and steps == others == 12 and torch.equal(first, second)
 
 
 @pytest.mark.slow
@@ -1225,8 +1185,11 @@ def test_a_stranger_does_not_end_the_run_of_others() -> None:
     assert isinstance(run.errors["n"], MembershipError) and "not written with this run's token" in str(run.errors["n"])
     hub.store.set("here/2/1", 'forged {"name": "n", "missed": []}')
     hub.store.add("here/2", 1)
+    run.start("w")
     run.wait()
-    assert torch.equal(run.results["a"], run.results["b"]) and max(hub.networks) == 2
+    first, *others = run.results.values()
+    assert set(run.results) == set("abw") and max(hub.networks) == 2
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_nobody_waits_for_a_member_that_has_given_the_epoch_up() -> None:
