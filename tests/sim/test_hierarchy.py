@@ -210,16 +210,16 @@ def test_equals_a_flat_world_of_nodes(name: str, H: int, L: int) -> None:
         assert off.float().mean() <= 0.02
 
 
-@pytest.mark.parametrize(("name", "H", "L"), EACH)
-def test_replicas_are_bit_identical_and_learn(name: str, H: int, L: int) -> None:
+@pytest.mark.parametrize("name", FAMILY)
+def test_replicas_are_bit_identical_and_learn(name: str) -> None:
     """Buckets that leave during backward, clipping in warm-up or throughout."""
-    check_replicas(name, (H, L), bucket_cap_mb=0.003, max_grad_norm=5.0 if name == "OnebitAdam" else 0.0)
+    check_replicas(name, (3, 2), bucket_cap_mb=0.003, max_grad_norm=5.0 if name == "OnebitAdam" else 0.0)
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("error_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stop", [3, 11, 17])
+@pytest.mark.parametrize("stop", [3, 17])
 def test_resume_equals_no_interruption(stop: int, error_dtype: torch.dtype, name: str) -> None:
     check_resume(name, (2, 2), stop, error_dtype=error_dtype)
 
@@ -232,20 +232,22 @@ def test_overlap_changes_nothing() -> None:
         net.load_state_dict({k: 0.2 * vector(len(k), v.numel()).view(v.shape) for k, v in net.state_dict().items()})
         optimizer = make("OnebitAdam", net, transport, overlap=overlap, bucket_cap_mb=0.0015)
         assert len(optimizer.buckets) > 7
-        return train(transport, range(12), net, optimizer)[-1]
+        return train(transport, range(8), net, optimizer)[-1]
 
     with_overlap, without = (run_world((2, 2), lambda transport, o=o: ours(transport, o)) for o in (True, False))
     assert same(with_overlap, without)
 
 
-@pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb"])
-@pytest.mark.parametrize("bad_step", [2, 9])
-def test_a_bad_gradient_on_one_rank_makes_all_skip_and_leaves_no_trace(bad_step: int, name: str) -> None:
+@pytest.mark.parametrize(("name", "bad_step"), [("OnebitAdam", 9), ("OnebitLamb", 2)])
+def test_a_bad_gradient_on_one_rank_makes_all_skip_and_leaves_no_trace(name: str, bad_step: int) -> None:
     check_skip(name, (2, 2), bad_step, float("nan"))
 
 
-@pytest.mark.parametrize("name", FAMILY)
-@pytest.mark.parametrize("shapes", [[(0,)], [(1,)], [(3,), (0,)], [(256,), (1,), (700,)]])
+SMALL: list[list[tuple[int, ...]]] = [[(0,)], [(1,)], [(3,), (0,)], [(256,), (1,), (700,)]]
+OTHERS = [(shapes, name) for name in FAMILY if name != "OnebitAdam" for shapes in SMALL[2:]]
+
+
+@pytest.mark.parametrize(("shapes", "name"), [*((shapes, "OnebitAdam") for shapes in SMALL), *OTHERS])
 def test_buckets_smaller_than_a_block_per_rank(shapes: list[tuple[int, ...]], name: str) -> None:
     def ours(transport: Transport) -> Tensor:
         params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
@@ -308,9 +310,7 @@ def test_what_is_owed_takes_an_lth_of_the_memory() -> None:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("name", FAMILY)
-@pytest.mark.parametrize(
-    ("old", "new"), [((2, 2), (4, 1)), ((4, 1), (2, 2)), ((2, 3), (3, 2)), ((2, 2), (1, 1)), ((3, 1), (2, 2))]
-)
+@pytest.mark.parametrize(("old", "new"), [((2, 3), (3, 2)), ((2, 2), (1, 1)), ((3, 1), (2, 2))])
 @pytest.mark.parametrize("steps", [3, 14, 20])
 def test_what_is_owed_is_kept_where_the_world_changes(name: str, old: World, new: World, steps: int) -> None:
     check_another_world(name, old, new, steps)
