@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from family import same
-from test_inference import DECODERS, WINDOWS, gpt, model_of, needs_transformers, of_transformers, prompts
+from test_inference import OTHERS, SLOW, WINDOWS, gpt, model_of, needs_transformers, of_transformers, prompts
 from torch import Tensor, nn
 
 from onebit.comm import PeerError, SimTransport
@@ -39,8 +39,10 @@ def count_tokens(engine: InferenceEngine) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("kind", DECODERS)
-@pytest.mark.parametrize(("rows", "chunk"), [(1, 4), (3, 4), (4, 100)])
+@pytest.mark.parametrize(
+    ("kind", "rows", "chunk"),
+    [*(("gpt", *of) for of in ((1, 4), (3, 4), (4, 100))), *(pytest.param(k, 3, 4, marks=SLOW) for k in OTHERS)],
+)
 def test_each_is_answered_as_alone(kind: str, rows: int, chunk: int) -> None:
     """Prompts of one token, of a chunk, of more, and such as fill a row to its last slot."""
     engine = init_inference(model_of(kind))
@@ -52,7 +54,7 @@ def test_each_is_answered_as_alone(kind: str, rows: int, chunk: int) -> None:
     assert {request.reason for request in requests} == {"length"} and not batch.running and not batch.waiting
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(k, marks=pytest.mark.thorough) for k in range(3, 6))])
 def test_any_schedule_of_arrivals_and_cancels(seed: int) -> None:
     """Drawn: when requests come, how long they are, which sample, which are cancelled and when, and which begin as an
     earlier prompt with its answer did. Those that go on are as alone; those that are cancelled have a prefix of that.
@@ -102,8 +104,9 @@ def test_a_long_prompt_does_not_stop_the_others() -> None:
 # ---------------------------------------------------------------- what is not computed again
 
 
-@pytest.mark.parametrize("kind", DECODERS)
-@pytest.mark.parametrize("chunk", [4, 100])
+@pytest.mark.parametrize(
+    ("kind", "chunk"), [("gpt", 4), ("gpt", 100), *(pytest.param(k, 4, marks=SLOW) for k in OTHERS)]
+)
 def test_what_a_row_has_is_not_computed_again(kind: str, chunk: int) -> None:
     """One request after the other: a shared beginning, a prompt once more, one that is a part of it, and a next turn.
     Windows of 6 tokens are shorter than what is reused."""
