@@ -14,14 +14,15 @@ from onebit.comm import SimTransport, Transport, run_ranks
 from onebit.optimizer import CompressedOptimizer
 
 KINDS = [onebit.OnebitAdam, onebit.OnebitLamb, onebit.OnebitMuon, onebit.ZeroOneAdam]
-BETA1, FREEZE, STEPS, MOST = 0.9, 6, 40, 2.0
+BETA1, FREEZE, STEPS, MOST = 0.9, 6, 24, 2.0
+SPIKE = 16
 SIZES = (64, 700, 3, 129)
 
 
 def gradients(step: int, rank: int, spike: float) -> list[Tensor]:
     """Of unlike size in each step; one rank has a spike."""
     g = torch.Generator().manual_seed(1000 * step + rank)
-    size = (1.0 + 0.1 * (step % 3)) * (spike if (step, rank) == (25, 1) else 1.0)
+    size = (1.0 + 0.1 * (step % 3)) * (spike if (step, rank) == (SPIKE, 1) else 1.0)
     return [size * (0.3 + torch.randn(n, generator=g)) for n in SIZES]
 
 
@@ -84,7 +85,7 @@ def test_each_step_leaves_early_and_is_clipped_by_its_own_norm(kind: type) -> No
         if is_dense or kind is not onebit.ZeroOneAdam:
             assert resends == (0 if is_dense else expected > MOST * factor)
         average, weight = BETA1 * average + (1 - BETA1) * factor, BETA1 * weight + 1 - BETA1
-    assert told[25][0] < 0.2 and sum(each[3] for each in told) <= 2
+    assert told[SPIKE][0] < 0.2 and sum(each[3] for each in told) <= 2
 
 
 class Waiting:
@@ -114,11 +115,11 @@ def total(optimizer: CompressedOptimizer, world_size: int) -> Tensor:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("nodes", "local_size"), [(2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("nodes", "local_size"), [(2, 2), (3, 1)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_lost_or_added(kind: type, nodes: int, local_size: int, dtype: torch.dtype) -> None:
     """Momentum + error of all ranks are those of ranks that wait for the norm, step by step from the same state."""
-    world_size, compressed = nodes * local_size, range(FREEZE + 3, FREEZE + 13)
+    world_size, compressed = nodes * local_size, range(FREEZE + 3, FREEZE + 10)
     waiting, sizes = type("Waiting", (Waiting, kind), {}), SIZES if kind is onebit.OnebitMuon else SIZES[::-1]
 
     def ours(transport: Transport) -> list[tuple[Tensor, Tensor, Tensor, float]]:
@@ -194,7 +195,7 @@ def test_what_a_step_is_clipped_by_is_remembered(delay: int) -> None:
         assert got == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("at", [4, 20, 26])
+@pytest.mark.parametrize("at", [4, SPIKE, SPIKE + 1])
 def test_a_resumed_run_goes_on_to_the_bit(at: int) -> None:
     without, told = run_ranks(2, lambda transport: train(transport, 20.0))[1]
     resumed, again = run_ranks(2, lambda transport: train(transport, 20.0, resume_at=at))[1]
