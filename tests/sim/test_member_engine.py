@@ -73,7 +73,7 @@ def test_a_newcomer_takes_over_counts_and_schedule(form: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("form", [ONE_BIT, DENSE], ids=["one bit", "dense"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 4))])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_changes_leave_engines_equal(form: dict[str, Any], seed: int) -> None:
     draw = np.random.default_rng(seed)
 
