@@ -40,11 +40,6 @@ def give_up(net: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: i
     optimizer.zero_grad()
 
 
-def give_up_by_model(net: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
-    loss_of(net, 800 + step, rank).backward()
-    net.zero_grad()
-
-
 def give_up_in_place(net: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
     loss_of(net, 800 + step, rank).backward()
     net.zero_grad(set_to_none=False)
@@ -56,7 +51,7 @@ def give_up_half(net: nn.Module, optimizer: torch.optim.Optimizer, step: int, ra
     net.zero_grad()
 
 
-BETWEEN = [pass_through, give_up, give_up_by_model, give_up_in_place, give_up_half]
+BETWEEN = [pass_through, give_up, give_up_in_place, give_up_half]
 
 
 def run(
@@ -156,8 +151,7 @@ def test_gradients_edited_late_are_sent_once_more_and_then_in_step(caplog: pytes
     assert "gradients of rank [1] changed" in caplog.text
 
 
-@pytest.mark.parametrize("early_from", [1, 7])
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize(("name", "early_from"), [("OnebitAdam", 7), *((name, 1) for name in FAMILY)])
 def test_gradients_edited_behind_torchs_back_are_found(
     name: str, early_from: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -245,8 +239,13 @@ def errors_of(world_size: int, work: Callable[[SimTransport], None]) -> list[str
     return run_ranks(world_size, lambda transport: error_of(kinds, work, transport), timeout_s=20.0)
 
 
-@pytest.mark.parametrize("option", ["lr", "betas", "weight_decay", "eps"])
-@pytest.mark.parametrize("name", [*FAMILY, *SHARDED])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        *((name, "lr") for name in (*FAMILY, *SHARDED)),
+        *((name, option) for name in ("OnebitAdam", "sharded") for option in ("betas", "weight_decay", "eps")),
+    ],
+)
 def test_options_that_differ_end_the_step_by_name(name: str, option: str) -> None:
     """As with ReduceLROnPlateau on each rank's own loss. Nothing of the step is written."""
 
@@ -331,8 +330,9 @@ def test_a_rank_that_skips_a_step_uses_its_next_batch(name: str) -> None:
     assert said[0].startswith("PeerError: rank 0: rank [1] ended") and said[1] == ""
 
 
-@pytest.mark.parametrize("name", [*FAMILY, *SHARDED])
-@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize(
+    ("name", "drops"), [("OnebitAdam", True), ("sharded", True), *((name, False) for name in (*FAMILY, *SHARDED))]
+)
 def test_a_rank_that_repeats_a_step_is_named(name: str, drops: bool) -> None:
     """Without zero_grad(), in a step of the others; with it, it counts as one without gradients, and ends first."""
 
@@ -370,12 +370,9 @@ def test_all_ranks_may_use_a_gradient_again() -> None:
 # -------------------------------------------------------------------------------- uneven batches
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("name", [*FAMILY, *SHARDED])
+@pytest.mark.parametrize(("name", "stage"), [("sharded", 2), *((name, 1) for name in (*FAMILY, *SHARDED))])
 def test_join_goes_on_until_the_last_rank_is_through(name: str, stage: int) -> None:
     """As if the ranks that are through had batches without gradients; rates follow the schedule of the others."""
-    if stage == 2 and name not in SHARDED:
-        pytest.skip("stages are the sharded family's")
     batches = [9, 4, 0]
 
     def ours(transport: SimTransport, joins: bool) -> tuple[Tensor, int, float]:
