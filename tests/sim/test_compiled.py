@@ -6,28 +6,20 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from muon_of import muon_of
 from torch import Tensor, nn
 
 import onebit
 from onebit.comm import SimTransport
 
+# At least one for each class that defines step().
 MAKERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "OnebitAdam": lambda params: onebit.OnebitAdam(params, freeze_step=2, transport=SimTransport()),
     "OnebitAdam, delayed": lambda params: onebit.OnebitAdam(params, freeze_step=2, delay=1, transport=SimTransport()),
-    "OnebitLamb": lambda params: onebit.OnebitLamb(params, freeze_step=2, transport=SimTransport()),
-    "OnebitMuon": lambda params: muon_of(params, freeze_step=2, transport=SimTransport()),
     "ZeroOneAdam": lambda params: onebit.ZeroOneAdam(params, transport=SimTransport()),
-    "ShardedOnebitAdam": lambda params: onebit.zero.ShardedOnebitAdam(params, transport=SimTransport()),
     "ShardedOnebitAdam, stage 2": lambda params: onebit.zero.ShardedOnebitAdam(
         params, stage=2, transport=SimTransport()
     ),
-    "ShardedOnebitLamb": lambda params: onebit.zero.ShardedOnebitLamb(params, transport=SimTransport()),
-    "ShardedZeroOneAdam": lambda params: onebit.zero.ShardedZeroOneAdam(params, transport=SimTransport()),
-    "Lamb": onebit.Lamb,
-    "LaProp": onebit.LaProp,
     "Lion": onebit.Lion,
-    "Muon": lambda params: onebit.Muon([{"params": list(params), "use_muon": False}]),
     "HostAdam": onebit.HostAdam,
     "LocalSteps": lambda params: onebit.LocalSteps(torch.optim.AdamW(params), transport=SimTransport()),
     "Offload": lambda params: onebit.zero.Offload(params, torch.optim.AdamW),
@@ -82,7 +74,7 @@ def test_hooks_run_behind_a_compiled_backward_pass(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.stranger("breaks", "20: a compiled function that drives the engine dies in dynamo")
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 2])
 def test_a_compiled_function_may_drive_the_engine(stage: int) -> None:
     def weights(is_compiled: bool) -> Tensor:
         torch.manual_seed(0)
