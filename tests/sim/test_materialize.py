@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from large_ranks import Net, net, on_meta, write_folder
+from ranks import free_port
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import onebit
 from onebit import zero
 from onebit.checkpoint.files import CheckpointError
 from onebit.comm import SimTransport, run_ranks, torch_versions
@@ -57,14 +57,6 @@ def test_a_plain_model_takes_a_folder_and_stays_the_same_objects(folder: Path) -
     assert zero.materialize(model, folder) is model
     assert alike(model, net()) and model.head.weight is model.embed.weight
     assert all(p is q for p, q in zip(held, model.parameters(), strict=True))
-
-
-def test_it_trains_on_from_there_in_a_plain_loop(folder: Path) -> None:
-    model = zero.materialize(on_meta(), folder)
-    optimizer = onebit.OnebitAdam(model.parameters(), transport=SimTransport())
-    model(torch.arange(4)).float().sum().backward()
-    optimizer.step()
-    assert not alike(model, net())
 
 
 def test_one_file_is_as_good_as_a_folder_and_dtypes_are_converted(folder: Path, tmp_path: Path) -> None:
@@ -286,7 +278,7 @@ def test_no_damage_to_an_export_changes_a_weight(most: int | None, tmp_path: Pat
         net(), export / "model.safetensors" if most is None else export, SimTransport(), max_file_bytes=most
     )
     refused = 0
-    for what in damaged_copies(export, tmp_path / "copy", 120):
+    for what in damaged_copies(export, tmp_path / "copy", 60):
         try:
             found = zero.materialize(on_meta(), tmp_path / "copy")
         except (CheckpointError, ValueError) as error:
@@ -300,7 +292,7 @@ def test_no_damage_to_an_export_changes_a_weight(most: int | None, tmp_path: Pat
             assert str(tmp_path / "copy") in str(error), what
         else:
             assert all(torch.equal(x, whole[name]) for name, x in net().state_dict().items() if name in whole), what
-    assert refused > 80
+    assert refused > 40
 
 
 @pytest.mark.timeout(60)
@@ -385,9 +377,12 @@ def test_a_rank_holds_its_shards_and_a_constant_while_it_loads(tmp_path: Path) -
     script, peaks = tmp_path / "peak.py", tmp_path / "peaks"
     peaks.mkdir()
     script.write_text(_PEAK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    ended = subprocess.run([*command, str(tmp_path / "hf"), str(peaks)], capture_output=True, text=True, timeout=100)
-    assert ended.returncode == 0, ended.stderr
+    command = [sys.executable, str(script), str(tmp_path / "hf"), str(peaks)]
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    names = [{**os.environ, **world, "OMP_NUM_THREADS": "1", "RANK": k, "LOCAL_RANK": k} for k in "01"]
+    ranks = [subprocess.Popen(command, env=its, stderr=subprocess.PIPE, text=True) for its in names]
+    ended = [(rank.communicate(timeout=100)[1], rank.returncode) for rank in ranks]
+    assert [status for _, status in ended] == [0, 0], ended
     for rank in range(2):
         grew, held = map(int, (peaks / str(rank)).read_text().split())
         assert held == 48 * 2**20 and grew < held + 32 * 2**20, (grew, held)
