@@ -26,9 +26,7 @@ LEAVES = {
         {"stage": 2, "local_step_scaler": 2, "local_step_clipper": 4, "warmup_steps": 2},
     ),
     "adam, stage 0": (ShardedOnebitAdam, {"stage": 0, "warmup_steps": 3}),
-    "adam, stage 1": (ShardedOnebitAdam, {"warmup_steps": 3}),
     "adam, stage 1, clipped": (ShardedOnebitAdam, {"warmup_steps": 3, "max_grad_norm": 5.0}),
-    "lamb, stage 1": (ShardedOnebitLamb, {"weight_decay": 0.1, "warmup_steps": 3}),
     "zero-one, stage 1, clipped": (
         ShardedZeroOneAdam,
         {"local_step_scaler": 2, "local_step_clipper": 4, "warmup_steps": 2, "max_grad_norm": 5.0},
