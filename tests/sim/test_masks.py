@@ -48,8 +48,10 @@ def masked_parts(optimizer: CompressedOptimizer) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(("nodes", "local_size"), [(1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("name", "nodes", "local_size"),
+    [("OnebitAdam", 1, 1), ("OnebitLamb", 2, 2), ("ZeroOneAdam", 2, 2), *((name, 3, 1) for name in KINDS)],
+)
 def test_what_may_not_move_has_no_momentum(name: str, nodes: int, local_size: int) -> None:
     def ours(transport: Transport) -> set[str]:
         p, optimizer = build(name, transport)
