@@ -13,7 +13,7 @@ from train.model import next_byte_loss
 
 import onebit
 from onebit.comm import SimTransport, run_ranks
-from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
+from onebit.zero import ShardedOnebitAdam
 from onebit.zero.compression import CompressionScheduler, init_compression, redundancy_clean
 
 STEPS = 8
@@ -21,9 +21,6 @@ Make = Callable[[nn.Module, SimTransport], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, Make] = {
     "OnebitAdam": lambda m, t: onebit.OnebitAdam(
-        m.parameters(), lr=5e-3, freeze_step=3, transport=t, compression="always", codec=onebit.comm.SignCodec(64)
-    ),
-    "OnebitLamb": lambda m, t: onebit.OnebitLamb(
         m.parameters(), lr=5e-3, freeze_step=3, transport=t, compression="always", codec=onebit.comm.SignCodec(64)
     ),
     "ZeroOneAdam": lambda m, t: onebit.ZeroOneAdam(
@@ -34,11 +31,6 @@ OPTIMIZERS: dict[str, Make] = {
         onebit.muon_groups(m, head=None), lr=5e-3, transport=t, compression="always", codec=onebit.comm.SignCodec(64)
     ),
     "ShardedOnebitAdam": lambda m, t: ShardedOnebitAdam(m.parameters(), lr=5e-3, transport=t, block=64, warmup_steps=3),
-    "ShardedOnebitLamb": lambda m, t: ShardedOnebitLamb(m.parameters(), lr=5e-3, transport=t, block=64, warmup_steps=3),
-    "ShardedZeroOneAdam": lambda m, t: ShardedZeroOneAdam(
-        m.parameters(), lr=5e-3, transport=t, block=64, warmup_steps=3, local_step_clipper=2,
-        local_step_start=4, local_step_scaler=2,
-    ),
 }  # fmt: skip
 
 
