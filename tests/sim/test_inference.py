@@ -668,10 +668,7 @@ def test_few_bits_keep_the_perplexity(kind: str) -> None:
     assert eight.held_bytes <= 0.27 * whole.held_bytes
     both = init_inference(model, dtype="int8", quant={"activation": {"enabled": True}})
     assert perplexity(both) == pytest.approx(before, rel=0.01) and perplexity(both) != perplexity(eight)
-    half = init_inference(model, dtype="bf16")
-    assert {p.dtype for p in half.module.parameters()} == {torch.bfloat16}
-    assert perplexity(half) == pytest.approx(before, rel=0.01)
-    assert half.held_bytes == pytest.approx(whole.held_bytes / 2, rel=0.01)
+    assert perplexity(init_inference(model, dtype="bf16")) == pytest.approx(before, rel=0.01)
     four = init_inference(model, dtype="int4")
     assert perplexity(four) == pytest.approx(before, rel=0.02) and perplexity(four) != perplexity(eight)
     table = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)) / 4
@@ -790,6 +787,17 @@ def test_a_model_with_running_statistics_in_another_dtype(dtype: torch.dtype, na
     engine = init_inference(model, dtype=name)
     expected = copy.deepcopy(model).eval().to(dtype)(x.to(dtype))
     assert torch.equal(engine(x.to(dtype)), expected) and model[1].running_mean.dtype == torch.float32
+
+
+@pytest.mark.slow
+@needs_transformers
+def test_gpt2_in_bfloat16_is_gpt2() -> None:
+    model, (text,) = of_transformers("gpt2"), prompts(20)
+    engine = init_inference(model, dtype="bf16")
+    assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
+    expected = logits_of(model, text[None])
+    torch.testing.assert_close(logits_of(engine, text[None]).float(), expected, rtol=0, atol=0.05)
+    assert engine.held_bytes == pytest.approx(init_inference(model).held_bytes / 2, rel=0.01)
 
 
 @pytest.mark.slow
