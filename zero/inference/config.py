@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "int4": torch.uint8}
 _OTHER_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
-_ALIASES = {"mp_size": "tensor_parallel", "tp": "tensor_parallel", "max_tokens": "max_out_tokens"}
+_ALIASES = {"mp_size": "tensor_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel"}
+_ALIASES |= {"max_tokens": "max_out_tokens"}
 _ALIASES |= {"replace_with_kernel_inject": "kernel_inject"}
 
 
@@ -49,6 +50,13 @@ class TensorParallel(Block):
     }
 
     tp_size: int = key(1, INT, least=1)
+
+
+@dataclass(frozen=True)
+class PipelineParallel(Block):
+    """Among how many ranks the layers are divided, each of which computes its own whole: pp_size, 1 by default."""
+
+    pp_size: int = key(1, INT, least=1)
 
 
 _ROUNDED = {
@@ -106,6 +114,8 @@ class InferenceConfig(Block):
         injection_policy: The tensor plan by name, as {"h.*.mlp.up": "colwise", "h.*.mlp.down": "rowwise"}, or
             DeepSpeed's {Block: ("out", "mlp.down")}. None (default) for the model's own.
         tensor_parallel: {"tp_size": N}: how many ranks compute each layer together, 1 by default.
+        pipeline_parallel: {"pp_size": N}: among how many ranks the layers of a decoder of transformers are divided, 1
+            by default. Not with tp_size above 1.
         quant: Weights in few bits for any dtype: {"weight": {"num_bits": 8}} as dtype "int8", 4 as "int4"; with
             {"activation": {"enabled": true}} also the inputs of products, in int8.
 
@@ -133,13 +143,20 @@ class InferenceConfig(Block):
     max_out_tokens: int = key(1024, INT, least=1)
     injection_policy: object = key(None, ANYTHING)
     tensor_parallel: TensorParallel = block(TensorParallel)
+    pipeline_parallel: PipelineParallel = block(PipelineParallel)
     quant: Quant = block(Quant)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.enable_cuda_graph and self.tensor_parallel.tp_size > 1:
+        tp_size, pp_size = self.tensor_parallel.tp_size, self.pipeline_parallel.pp_size
+        if self.enable_cuda_graph and tp_size * pp_size > 1:
             raise ValueError(
-                "enable_cuda_graph with tp_size > 1: sums over ranks cannot be replayed; remove one of them"
+                f"enable_cuda_graph with {'tp_size' if tp_size > 1 else 'pp_size'} > 1: what ranks send each other "
+                "cannot be replayed; remove one of them"
+            )
+        if min(tp_size, pp_size) > 1:
+            raise ValueError(
+                f"tp_size {tp_size} with pp_size {pp_size}: ranks divide either rows or layers; remove one"
             )
         given = self.quant.weight.num_bits if self.quant.enabled and self.quant.weight.enabled else None
         if given is not None and PACKED.get(str(self.dtype), given) != given:

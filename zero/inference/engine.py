@@ -3,7 +3,7 @@
 1. Prompts are aligned at their ends: row b begins at slot T - len(b), with position 0. A mask hides the slots before
    it.
 2. One pass over all prompts fills the cache (prefill) and gives the logits of the first token.
-3. Rank 0 broadcasts the token it chose for every row, so that ranks cannot diverge.
+3. Rank 0 tells the others the token it chose for every row, so that ranks cannot diverge.
 4. A decode step puts one token of every row into the next slot. It is compiled if the configuration asks for it.
 
 An encoder-decoder encodes its inputs first, once. Its decoder's prompts then take this way (`encoded.py`).
@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...comm import Transport
 from ...comm.messages import gather_texts
 from .cache import Source, StaticCache
 from .config import InferenceConfig
 from .encoded import EncoderDecoder, decoder_of, inputs_of, source_of
+from .pipeline import Together
 from .requests import Choice, Options, Prompts, choice_of, ends_of, mask_of, pad_of, rows_of, start_of
 
 if TYPE_CHECKING:
@@ -36,19 +36,20 @@ if TYPE_CHECKING:
 class InferenceEngine:
     """A model that serves: calling it calls the model without gradients, and `generate` decodes. See `init_inference`.
 
-    All ranks of the transport compute each layer together, so all must make the same calls in the same order.
+    All ranks of the transport compute each token together, so all must make the same calls in the same order.
 
     Attributes:
         module: This rank's part of the model. It shares memory with the model that was given, where possible.
         config: The configuration.
         transport: The transport between the ranks that serve together.
+        ranks: How these ranks divide the model.
         slots: Slots of the cache: the most tokens of a prompt with its answer.
         before_first_call: Checks the split model on the first call's inputs, or None. It raises ValueError on all ranks
             if the split model computes something else than the whole one.
     """
 
-    def __init__(self, module: nn.Module, config: InferenceConfig, transport: Transport):
-        self.module, self.config, self.transport = module, config, transport
+    def __init__(self, module: nn.Module, config: InferenceConfig, ranks: Together):
+        self.module, self.config, self.ranks, self.transport = module, config, ranks, ranks.transport
         self._decoder = decoder_of(module)
         self.slots = min(config.max_out_tokens, longest(module) or config.max_out_tokens)
         self._stepped, self._free = StaticCache(self.slots), [StaticCache(self.slots)]
@@ -68,7 +69,7 @@ class InferenceEngine:
     @torch.no_grad()
     def __call__(self, *inputs: object, **named: object) -> Any:
         self._check_call(inputs, named)
-        return self.module(*inputs, **named)
+        return self.ranks.share(self.module(*inputs, **named))
 
     def _check_call(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
         if self.before_first_call is not None:
@@ -228,7 +229,7 @@ class InferenceEngine:
         device = self.device
         slots_T = torch.arange(slot, slot + T, device=device)
         starts_B = torch.zeros(B, dtype=torch.int64, device=device)
-        return self.run(self._stepped, tokens_BT.to(device), starts_B, slots_T, slot + T)
+        return self.ranks.share(self.run(self._stepped, tokens_BT.to(device), starts_B, slots_T, slot + T))
 
     @torch.no_grad()
     def _encode(self, inputs: Prompts, attention_mask: Tensor | None) -> Source:
@@ -248,9 +249,7 @@ class InferenceEngine:
             logits_BV = self.run(cache, tokens_BT, starts_B, torch.arange(T, device=device), T)
             has_ended = [False] * len(rows)
             for slot in range(T, T + most):
-                chosen_B = choice.choose(logits_BV)  # on all ranks, so that all raise if a rule fails
-                if self.transport.world_size > 1:
-                    self.transport.broadcast(chosen_B, 0).wait()
+                chosen_B = self.ranks.choose(choice, logits_BV)
                 choice.follow(chosen_B)
                 step = chosen_B.tolist()
                 yield [None if over else token for token, over in zip(step, has_ended, strict=True)]
@@ -291,7 +290,7 @@ class InferenceEngine:
             decodes: Run the decode step, which may be compiled.
 
         Returns:
-            The logits [B, V] after the last tokens.
+            The logits [B, V] after the last tokens; in a pipeline on rank 0, and on other ranks anything of that shape.
         """
         slots_BT = slots if slots.dim() == 2 else slots[None]
         positions_BT = (slots_BT - starts_B[:, None]).clamp(min=0)

@@ -34,6 +34,7 @@ from .engine import InferenceEngine, cache_name, longest, outputs_of, why_no_dec
 from .experts import quantize_experts
 from .layers import quantize, serve_linears
 from .packed import Groups, Rows
+from .pipeline import Elsewhere, Together, cut, outline_of
 from .split import plan_of, split
 
 log = logging.getLogger(__name__)
@@ -61,8 +62,8 @@ def init_inference(
     Args:
         model: A module, an engine that trains one, or the name or folder of a model of transformers.
         config: The options as a dict, a JSON file or an `InferenceConfig`; None (default) for defaults.
-        transport: Between all ranks; each tp_size consecutive ranks serve together. None (default): with tp_size above
-            1 the launcher's ranks, otherwise this rank alone.
+        transport: Between all ranks; each tp_size or pp_size consecutive ranks serve together. None (default): with one
+            of them above 1 the launcher's ranks, otherwise this rank alone.
         calibration: Samples by which weights in int4 are rounded (GPTQ): a list of batches, each a tensor of tokens
             [B, T] or a dict of the model's keywords, without padding, the same on all ranks. None (default): each
             weight to nearest.
@@ -75,10 +76,14 @@ def init_inference(
         CheckpointError: Weights cannot be read, or are of another model.
     """
     read = read_inference_config(config, **keywords)
-    W = read.tensor_parallel.tp_size
+    W, P = read.tensor_parallel.tp_size, read.pipeline_parallel.pp_size
     if calibration is not None and read.weight_bits != 4:
         raise ValueError('calibration is for weights in int4: write dtype "int4", or leave calibration out')
-    group = _group(transport, W)
+    if calibration is not None and P > 1:
+        raise ValueError(
+            "calibration takes a block after the other on every rank, and pp_size divides them: remove one"
+        )
+    group = _group(transport, "pp_size" if P > 1 else "tp_size", max(W, P))
     served = _skeleton(_module(model))
     if read.enable_cuda_graph and read.weight_bits and any(is_experts(module) for module in served.modules()):
         raise ValueError(
@@ -102,25 +107,33 @@ def init_inference(
         raise ValueError("calibration is for weights in floats, and these are packed already: leave calibration out")
     if W > 1 or read.weight_bits or _is_packed(served):
         _leave_fast_path(served)
-    expected, whole = _probe(served), None
+    expected, whole, ranks = _probe(served), None, Together(group)
+    if P > 1:
+        if expected is None or why_no_decoding(served) is not None or decoder_of(served) is not served:
+            raise ValueError(
+                f"pp_size divides the layers of decoders, and {type(served).__name__} is none: use tp_size"
+            )
+        ranks = cut(served, outline_of(served, _tokens(served), P), group)
+        _compare([expected], lambda: [ranks.share(_on_tokens(served))], _tolerance(expected), group, _BY_LAYERS)
     if W > 1:
         plan = plan_of(served, read.injection_policy, W)
         if expected is None:
             whole = _skeleton(served)
             _recast(whole, read.compute_dtype)
         split(served, plan, group)
-        _check_split(expected, served, group)
+        if expected is not None:
+            _compare([expected], lambda: [_on_tokens(served)], _tolerance(expected), group)
         _say_what_stays(served, group, 3, "whole on every rank: no tensor plan names them", plan)
     elif read.injection_policy is not None:
         plan_of(served, read.injection_policy, W)
     _recast(served, read.compute_dtype)
     if not read.weight_bits:
         serve_linears(served)
-    engine = InferenceEngine(served, read, group)
+    engine = InferenceEngine(served, read, ranks)
     if whole is not None:
         engine.before_first_call = partial(_check_first_call, whole, engine)
     if expected is not None and why_no_decoding(served) is None:
-        _check_cache(InferenceEngine(served, read, group))
+        _check_cache(InferenceEngine(served, read, ranks))
     if read.weight_bits:
         for module in list(served.modules()):
             if is_experts(module):
@@ -132,14 +145,14 @@ def init_inference(
     return engine
 
 
-def _group(transport: Transport | None, ranks: int) -> Transport:
+def _group(transport: Transport | None, key: str, ranks: int) -> Transport:
     """The transport between the ranks that serve together."""
     if transport is None:
         transport = comm.init() if ranks > 1 else SimTransport()
     W = transport.world_size
     if W % ranks:
         raise ValueError(
-            f"tp_size is {ranks} and there are {W} ranks: start a multiple of it, torchrun --nproc-per-node={ranks}"
+            f"{key} is {ranks} and there are {W} ranks: start a multiple of it, torchrun --nproc-per-node={ranks}"
         )
     if ranks == W:
         return transport
@@ -206,7 +219,7 @@ def _recast(model: nn.Module, dtype: torch.dtype | None) -> None:
                 x = p.detach()
                 made[id(p)] = nn.Parameter(x.to(dtype) if dtype and x.is_floating_point() else x, requires_grad=False)
             module._parameters[name] = made[id(p)]
-        if dtype and isinstance(module, Rows | Groups):
+        if dtype and isinstance(module, Rows | Groups | Elsewhere):
             module.dtype = dtype
         elif dtype and not isinstance(module, ActivationQuantization):
             for name in module._buffers.keys() - module._non_persistent_buffers_set:
@@ -321,10 +334,11 @@ def _tokens(model: nn.Module) -> Tensor:
     return torch.tensor([tokens], device=next(model.parameters()).device, dtype=torch.int64)
 
 
-def _check_split(whole: Tensor | None, model: nn.Module, transport: Transport) -> None:
-    """Raise ValueError, on all ranks, if the tensor plan has cut layers in the wrong way."""
-    if whole is not None:
-        _compare([whole], lambda: [_on_tokens(model)], _tolerance(whole), transport)
+_BY_ROWS = (
+    'the tensor plan cuts what belongs together; name each fused layer "packed_colwise:PARTS", each layer whose '
+    'outputs are cut "colwise", each layer that reads them "rowwise", and give all ranks the same inputs'
+)
+_BY_LAYERS = "it does more between its layers than hand on one tensor; use tp_size"
 
 
 def _check_first_call(
@@ -348,7 +362,11 @@ def _tensors(out: object) -> list[Tensor]:
 
 
 def _compare(
-    whole: Sequence[Tensor], run: Callable[[], Sequence[Tensor]], tolerance: float, transport: Transport
+    whole: Sequence[Tensor],
+    run: Callable[[], Sequence[Tensor]],
+    tolerance: float,
+    transport: Transport,
+    remedy: str = _BY_ROWS,
 ) -> None:
     """Raise ValueError, on all ranks, if the split model's outputs, from `run`, differ from the whole model's."""
     problem = None
@@ -364,11 +382,7 @@ def _compare(
     except RuntimeError as error:  # of shapes, the same on all ranks
         problem = f"nothing: {error}"
     if problem is not None:
-        problem = (
-            f"split over {transport.world_size} ranks the model gives {problem}: the tensor plan cuts what belongs "
-            'together; name each fused layer "packed_colwise:PARTS", each layer whose outputs are cut "colwise", each '
-            'layer that reads them "rowwise", and give all ranks the same inputs'
-        )
+        problem = f"split over {transport.world_size} ranks the model gives {problem}: {remedy}"
     raise_on_all_ranks(transport, problem, ValueError)
 
 
@@ -388,8 +402,7 @@ def _say_what_stays(model: nn.Module, transport: Transport, dims: int, how: str,
 def _check_cache(engine: InferenceEngine) -> None:
     """Raise ValueError if decoding over the cache gives other logits than one pass over all tokens."""
     tokens = _tokens(engine.module)[:, : engine.slots]
-    whole = _probe(engine.module)
-    assert whole is not None
+    whole = engine.ranks.share(_probe(engine.module))
     T = tokens.shape[1]
     before = max(T - 2, 1)
     try:
