@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
+import threading
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ from family import same
 from test_inference import SLOW, WINDOWS, gpt, logits_of, of_transformers, prompts
 from torch import Tensor, nn
 
-from onebit.comm import SimTransport
+from onebit.comm import PeerError, SimTransport
 from onebit.comm.transports.simulated import run_ranks
-from onebit.zero import InferenceEngine, init_inference
+from onebit.zero import ContinuousBatch, InferenceEngine, init_inference
+from onebit.zero.inference.batch import Request
 
 pytestmark = SLOW
 KINDS = ["gpt2", "llama", "opt", "phi3", "mixtral", *WINDOWS]
@@ -122,7 +125,213 @@ def test_sent_bytes_are_those_of_the_formula(dtype: str, itemsize: int) -> None:
     assert run_ranks(W, sent) == [agreed + told, agreed + activations + told, agreed + activations]
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- requests
+
+
+def answers(batch: ContinuousBatch, requests: list[Request], most_steps: int = 2000) -> list[Tensor]:
+    """Step until all of these have ended."""
+    for _ in range(most_steps):
+        if all(request.reason for request in requests):
+            return [torch.cat([request.prompt, torch.tensor(request.tokens)]) for request in requests]
+        batch.step()
+    raise AssertionError([request.reason for request in requests])
+
+
+def batch_of(model: nn.Module, transport: SimTransport, **how: Any) -> ContinuousBatch | None:
+    """The batch on rank 0; None on other ranks, whose part is done by then."""
+    batch = ContinuousBatch(staged(model, transport), **how)
+    if transport.rank == 0:
+        return batch
+    batch.follow()
+    return None
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize(("rows", "chunk"), [(1, 4), (3, 4), (8, 100)])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_requests_are_answered_as_alone(kind: str, rows: int, chunk: int, stages: int) -> None:
+    model = deep(kind, 4)
+    alone = init_inference(model)
+    asked = list(zip(prompts(1, 4, 5, 30, 60, 2, 17), (6, 1, 12, 30, 4, 9, 3), strict=True))
+    expected = [alone.generate([prompt], max_new_tokens=most, eos_token_id=[])[0] for prompt, most in asked]
+
+    def serve(transport: SimTransport) -> None:
+        if batch := batch_of(model, transport, rows=rows, chunk=chunk):
+            requests = [batch.add(prompt, max_new_tokens=most, eos_token_id=[]) for prompt, most in asked]
+            assert same(answers(batch, requests), expected)
+            (again,) = answers(batch, [batch.add(asked[4][0], max_new_tokens=4, eos_token_id=[])])
+            assert torch.equal(again, expected[4])
+            batch.close()
+
+    run_ranks(stages, serve)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_schedule_of_arrivals_and_cancels(seed: int) -> None:
+    """As over one rank: drawn are arrivals, lengths, samples, shared beginnings, cancels and pauses."""
+    draw, model = random.Random(seed), deep("llama", 4)
+    reference = init_inference(model)
+
+    def serve(transport: SimTransport) -> None:
+        batch = batch_of(model, transport, rows=rows, chunk=chunk)
+        if batch is None:
+            return
+        requests: list[tuple[Request, Tensor]] = []
+        while len(requests) < 20 or batch.running or batch.waiting:
+            if len(requests) < 20 and draw.random() < 0.4:
+                new, earlier = [draw.randrange(256) for _ in range(draw.randint(1, 20))], []
+                if requests and draw.random() < 0.5:
+                    former, answer = draw.choice(requests)
+                    earlier = [*former.prompt.tolist(), *answer.tolist()][: draw.randint(1, 20)]
+                prompt, how = torch.tensor(earlier + new), SAMPLED if draw.random() < 0.5 else {}
+                most, ends = draw.randint(1, 16), draw.sample(range(256), 40)
+                request = batch.add(prompt, max_new_tokens=most, eos_token_id=ends, **how)
+                alone = reference.generate([prompt], max_new_tokens=most, eos_token_id=ends, **how)[0]
+                requests.append((request, alone[len(prompt) :]))
+            if requests and draw.random() < 0.15:
+                batch.cancel(draw.choice(requests)[0])
+            changed = batch.step()
+            assert all(request.tokens or request.reason for request in changed)
+            assert len(batch.running) <= rows and all(request.reason is None for request in batch.running)
+        for request, alone in requests:
+            assert request.tokens == alone.tolist()[: len(request.tokens)]
+            assert request.reason == "cancelled" or len(request.tokens) == len(alone)
+        assert any(request.reused for request, _ in requests)
+        batch.close()
+
+    rows, chunk = draw.randint(1, 7), draw.randint(1, 20)
+    run_ranks(draw.choice([2, 3, 4]), serve)
+
+
+def test_stages_compute_at_the_same_time() -> None:
+    """Two groups of rows, and the chunks of one long prompt: while rank 0 computes a pass, rank 1 computes the next.
+
+    Each pass waits in a layer until the other rank is in the pass beside it: one after the other would never meet.
+    """
+    model, most = deep("llama", 2), 8
+    (prompt,) = prompts(32)
+    for asked, passes in (([prompt[:3], prompt[3:6]], 2 * most), ([prompt], 8)):
+        meeting = threading.Barrier(2)
+
+        def serve(transport: SimTransport, asked: list[Tensor], passes: int, meeting: threading.Barrier) -> None:
+            engine = staged(model, transport)
+            batch, own = ContinuousBatch(engine, rows=2, chunk=4), {0: range(passes - 1), 1: range(1, passes)}
+            count = iter(range(1000))
+
+            def meet(*_: object) -> None:
+                if next(count) in own[transport.rank]:
+                    meeting.wait(timeout=20)
+
+            engine.module.get_submodule("model.layers")[1 - transport.rank].mlp.register_forward_hook(meet)  # type: ignore[operator]
+            if transport.rank == 1:
+                return batch.follow()
+            answers(batch, [batch.add(tokens, max_new_tokens=passes // 2, eos_token_id=[]) for tokens in asked])
+            return batch.close()
+
+        run_ranks(2, functools.partial(serve, asked=asked, passes=passes, meeting=meeting))
+
+
+# ---------------------------------------------------------------- failures and what is refused
+
+
+def raising(tokens: Tensor, logits: Tensor) -> Tensor:
+    raise ValueError("this rule fails")
+
+
+def test_a_rule_that_fails_ends_its_request_alone() -> None:
+    model = deep("llama", 3)
+    expected = init_inference(model).generate([[2]], max_new_tokens=5, eos_token_id=[])
+
+    def serve(transport: SimTransport) -> None:
+        if batch := batch_of(model, transport, rows=3):
+            bad = batch.add([1], max_new_tokens=5, repetition_penalty=1.3)
+            good = batch.add([2], max_new_tokens=5, eos_token_id=[])
+            assert bad._choice is not None
+            bad._choice.groups[0].rules = raising
+            assert same(answers(batch, [bad, good])[1:], expected)
+            assert (bad.reason, bad.error, bad.tokens) == ("error", "this rule fails", [])
+            batch.close()
+
+    run_ranks(3, serve)
+
+
+def test_a_rule_that_fails_in_generate_is_an_error_on_all_ranks() -> None:
+    """Draws from logits that are not finite fail on rank 0, which alone has them."""
+    model = copy.deepcopy(deep("llama", 2))
+    told: list[str] = []
+
+    def serve(transport: SimTransport) -> None:
+        engine = staged(model, transport)
+        if transport.rank == 0:
+            engine.module.get_parameter("model.norm.weight").data.fill_(torch.nan)
+        with pytest.raises(ValueError, match="rank 0 cannot choose a token: ") as error:
+            engine.generate(prompts(4), max_new_tokens=3, **SAMPLED)
+        told.append(str(error.value))
+
+    run_ranks(2, serve)
+    assert len(told) == 2 and told[0] == told[1]
+
+
+def test_what_is_not_finite_ends_its_request_alone() -> None:
+    """Later requests with the same prompt are as alone, also beside it in another group."""
+    model = copy.deepcopy(deep("llama", 2))
+    alone = init_inference(deep("llama", 2)).generate(prompts(19), max_new_tokens=8, eos_token_id=[])
+    weight = model.get_parameter("model.layers.0.mlp.up_proj.weight")  # whose memory the engine shares
+    before = weight.detach().clone()
+
+    def serve(transport: SimTransport) -> None:
+        if batch := batch_of(model, transport, rows=2, chunk=4):
+            weight.data[0] = torch.nan
+            request = batch.add(prompts(19)[0], max_new_tokens=4)
+            while request.reason is None:
+                batch.step()
+            assert request.reason == "error" and "not finite" in str(request.error)
+            batch.step()
+            weight.data.copy_(before)
+            for _ in range(2):
+                pair = [batch.add(prompts(19)[0], max_new_tokens=8, eos_token_id=[]) for _ in range(2)]
+                assert same(answers(batch, pair), alone * 2)
+            batch.close()
+
+    run_ranks(2, serve)
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_rank_that_is_lost_ends_the_others(lost: int) -> None:
+    model, seen = deep("llama", 3), {}
+
+    def serve(transport: SimTransport) -> None:
+        batch = ContinuousBatch(staged(model, transport), rows=2)
+        if transport.rank == lost:
+            raise KeyError("lost")
+        with pytest.raises(PeerError) as told:
+            if transport.rank != 0:
+                batch.follow()
+            request = batch.add([1], max_new_tokens=5)
+            while request.reason is None:
+                batch.step()
+        seen[transport.rank] = told.value.ranks
+
+    with pytest.raises(KeyError, match="lost"):
+        run_ranks(3, serve)
+    assert len(seen) == 2
+
+
+def test_a_silent_rank_is_an_error_after_the_timeout() -> None:
+    model = deep("llama", 3)
+
+    def serve(transport: SimTransport) -> None:
+        batch = ContinuousBatch(staged(model, transport), rows=2)
+        if transport.rank == 0:
+            batch.add([1], max_new_tokens=5)
+            with pytest.raises(PeerError, match="rank"):
+                for _ in range(3):
+                    batch.step()
+            done.set()
+        done.wait(30)
+
+    done = threading.Event()
+    run_ranks(3, serve, timeout_s=10.0)
 
 
 @pytest.mark.parametrize(

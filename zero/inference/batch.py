@@ -7,8 +7,13 @@
 4. A row keeps its tokens when its request ends. A prompt that begins as any row does takes those keys and values, and
    computes the rest. If no row is free of tokens, the one whose request ended first is given away.
 
-Rank 0 decides all of this and chooses the tokens. The other ranks `follow`: each message is one pass over the model,
-two rows that change places, a copy of a prefix, or an end.
+Rank 0 decides all of this and chooses the tokens. The other ranks `follow`: each order is one pass over the model, two
+rows that change places, a copy of a prefix, or an end.
+
+If the ranks are stages of a pipeline, rows are divided into as many groups as there are stages, each of which is such a
+dense batch. A group's pass goes from stage to stage while those of other groups do; its tokens are chosen in the next
+step, when it has come to rank 0. All ranks, rank 0 too, carry out orders one after the other, so that what is decided
+while passes are under way comes after them everywhere. The chunks of a prompt need not wait for each other.
 
 Shape legend: B rows, T new tokens of a row, S slots, V logits.
 """
@@ -18,7 +23,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +40,7 @@ if TYPE_CHECKING:
 CHUNK = 256
 """Tokens of a prompt that a step reads: more read prompts faster, and let the answers of others wait longer."""
 NOTHING, PASS, COPY, SWAP, CLEAR, END = range(6)
-"""What a message asks of the other ranks."""
+"""What an order asks of all ranks."""
 
 
 @dataclass(eq=False)
@@ -60,6 +65,7 @@ class Request:
     _ends: frozenset[int] = frozenset()
     _choice: Choice | None = None
     _read: int = 0  # tokens of the prompt that are in the cache
+    _under_way: int = 0  # tokens of passes that have not been answered
 
     @property
     def filled(self) -> int:
@@ -81,6 +87,50 @@ class FreeRow:
     tokens: Tensor
 
 
+class Order(NamedTuple):
+    """What all ranks do: `what`, with up to three numbers; for a pass each row's first slot and the tokens [B, T]."""
+
+    what: int
+    about: tuple[int, ...] = ()
+    starts: Sequence[int] = ()
+    tokens_BT: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Pass:
+    """A pass that has been ordered: the requests of its rows, and how many tokens of a prompt it reads; 0: it decodes.
+
+    logits_BV: After this rank has computed it.
+    """
+
+    requests: list[Request]
+    chunk: int = 0
+    logits_BV: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Group:
+    """Requests that are decoded in one pass, in the rows from `first` on, and their passes that are under way.
+
+    free: The other rows, in the order in which their requests ended.
+    """
+
+    first: int
+    free: list[FreeRow]
+    running: list[Request] = field(default_factory=list)
+    passes: deque[Pass] = field(default_factory=deque)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the last request's prompt is not yet read."""
+        return bool(self.running) and self.running[-1]._read < len(self.running[-1].prompt)
+
+    @property
+    def unread(self) -> Tensor:
+        """What no pass reads yet of the prompt that is being read."""
+        return self.running[-1].prompt[self.running[-1]._read + self.running[-1]._under_way :]
+
+
 class ContinuousBatch:
     """Requests that are answered together, each as `engine.generate` would answer it alone.
 
@@ -91,7 +141,7 @@ class ContinuousBatch:
     Attributes:
         engine: The engine. On one rank it may serve `generate` as well; other ranks only follow, until `close`.
         rows: The most requests that are answered at once.
-        running: Requests that have a row, in the order of rows; a prompt that is still being read is the last.
+        running: Requests that have a row, in the order of rows.
         waiting: Requests that have none yet.
     """
 
@@ -123,14 +173,19 @@ class ContinuousBatch:
                 f"of all rows beside it; set max_out_tokens to {most}, or call engine.generate() with one prompt"
             )
         self.engine, self.rows = engine, rows
-        self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
-        self._free = [FreeRow(row, nothing) for row in range(rows)]  # in the order in which their requests ended
+        parts = torch.arange(rows, device="cpu").tensor_split(min(engine.ranks.stages, rows))
+        self._groups = [Group(int(part[0]), [FreeRow(row, nothing) for row in part.tolist()]) for part in parts]
+        self._todo: deque[tuple[Order, Pass | None]] = deque()  # orders that this rank has yet to carry out
         self._chunk = min(chunk, engine.slots)
         self._cache = StaticCache(engine.slots)
         self._cache.fit(rows)
         self._message = torch.zeros(4 + rows + max(rows, self._chunk), dtype=torch.int64, device=engine.device)
+
+    @property
+    def running(self) -> list[Request]:
+        return [request for group in self._groups for request in group.running]
 
     @property
     def cache_bytes(self) -> int:
@@ -162,89 +217,129 @@ class ContinuousBatch:
     def step(self) -> list[Request]:
         """Read a chunk of a prompt, and decode a token of every other request.
 
-        Without requests it tells the other ranks just that: call it more often than the transport's timeout.
+        In a pipeline each group does, and the passes that a step orders give their tokens in the next one. Without
+        requests it tells the other ranks just that: call it more often than the transport's timeout.
 
         Returns:
             The requests that got a token or ended, in no order.
         """
-        if self.waiting and len(self.running) < self.rows and not self._is_reading():
-            self._join(self.waiting.popleft())
-        if not self.running:
-            self._tell(NOTHING)
-            return []
         changed: list[Request] = []
-        decoding = self.running[: -1 if self._is_reading() else None]
-        if decoding:
-            tokens_B1 = torch.tensor([[request.tokens[-1]] for request in decoding], dtype=torch.int64, device="cpu")
-            filled = [request.filled for request in decoding]
-            self._choose(decoding, self._pass(0, tokens_B1, filled), changed)
-        if self._is_reading():
-            request = self.running[-1]
-            chunk = request.prompt[request._read :][: self._chunk]
-            logits_1V = self._pass(len(self.running) - 1, chunk[None], [request._read])
-            request._read += len(chunk)
-            # A chunk that is not finite ends its request, so that no row keeps what it made.
-            if not self._is_reading() or not bool(logits_1V.isfinite().all()):
-                self._choose([request], logits_1V, changed)
+        if not self.running and not self.waiting:
+            self._drain()
+            self._order(Order(NOTHING))
+        for group in self._groups:
+            self._answer(group, changed)
+            self._join(group)
+            self._launch(group)
+            if self.engine.ranks.stages == 1:
+                self._answer(group, changed)
         return changed
 
     def follow(self) -> None:
-        """Compute what rank 0 computes, until it closes its batch. Raises PeerError if rank 0 is lost or silent."""
+        """Compute what rank 0 orders, until it closes its batch. Raises PeerError if rank 0 is lost or silent."""
+        ranks = self.engine.ranks
         while True:
-            self.engine.transport.broadcast(self._message, 0).wait()
-            what, first, B, T = self._message[:4].tolist()
+            ranks.hear(self._message)
+            what, *about = self._message[:4].tolist()
             if what == END:
+                ranks.flush()
                 return
-            if what == PASS:
-                starts = self._message[4 : 4 + B].tolist()
-                self._compute(first, self._message[4 + self.rows :][: B * T].view(B, T).clone(), starts)
-            elif what == COPY:
-                self._cache.copy(first, B, T)
-            elif what == SWAP:
-                self._cache.swap(first, B, T)
-            elif what == CLEAR:
-                self._cache.clear(first)
+            B, T = about[1:] if what == PASS else (0, 0)
+            starts = self._message[4 : 4 + B].tolist()
+            self._do(Order(what, tuple(about), starts, self._message[4 + self.rows :][: B * T].view(B, T).clone()))
 
     def close(self) -> None:
         """End all requests, and the other ranks' `follow`. Once, after the last `step`."""
         for request in [*self.waiting, *self.running]:
             self.cancel(request)
-        self._tell(END)
+        self._drain()
+        self._order(Order(END))
+        self.engine.ranks.flush()
 
     # ---------------------------------------------------------------- one step
 
-    def _is_reading(self) -> bool:
-        return bool(self.running) and self.running[-1]._read < len(self.running[-1].prompt)
+    def _join(self, group: Group) -> None:
+        """Give the next request a row of this group, if no other one has fewer requests.
 
-    def _join(self, request: Request) -> None:
-        """Give a request the next row, with the longest beginning of its prompt that a row has.
-
-        It takes that row itself if the row is free and has no more than this. Else it takes the row whose request ended
-        first, and a copy: the rest of the other row may be asked for, too.
+        The row has the longest beginning of its prompt that a row has. It is that row itself if it is of the group,
+        free, and has no more than this. Else it is the row whose request ended first, with a copy: the rest of the
+        other row may be asked for, too.
         """
-        row, wanted = len(self.running), request.prompt[:-1]  # the last token is computed: its logits choose the next
-        held = [*self._free, *(FreeRow(at, other.computed) for at, other in enumerate(self.running))]
+        able = [other for other in self._groups if other.free and not other.is_reading]
+        if not self.waiting or not able or group is not min(able, key=lambda other: len(other.running)):
+            return
+        request = self.waiting.popleft()
+        row, wanted = group.first + len(group.running), request.prompt[:-1]  # the last token's logits choose the next
+        held = [row for other in self._groups for row in other.free]
+        for other in self._groups:
+            held += [FreeRow(at, running.computed) for at, running in enumerate(other.running, other.first)]
         # Of several with the same beginning the shortest: it may have no more.
         source = max(held, key=lambda one: (_in_common(wanted, one.tokens), -len(one.tokens)))
         reused = _in_common(wanted, source.tokens)
-        own = source if source in self._free and reused == len(source.tokens) else self._free[0]
+        own = source if source in group.free and reused == len(source.tokens) else group.free[0]
         if own.row != row:
-            moved = next(one for one in self._free if one.row == row)
+            moved = next(one for one in group.free if one.row == row)
             self._swap(own.row, row, max(reused, len(moved.tokens)))
             own.row, moved.row = row, own.row
-        self._free.remove(own)
+        group.free.remove(own)
         if own is not source and reused:
-            self._tell(COPY, source.row, row, reused)
-            self._cache.copy(source.row, row, reused)
+            self._order(Order(COPY, (source.row, row, reused)))
         request._read = request.reused = reused
-        self.running.append(request)
+        group.running.append(request)
+
+    def _launch(self, group: Group) -> None:
+        """Order a pass that decodes a token of each request that has one, and one that reads a chunk of a prompt."""
+        decoding = group.running[: -1 if group.is_reading else None]
+        if decoding:
+            tokens_B1 = torch.tensor([[request.tokens[-1]] for request in decoding], dtype=torch.int64, device="cpu")
+            self._pass(group, Pass(decoding), group.first, tokens_B1, [request.filled for request in decoding])
+        if self._reads_more(group):
+            request, chunk = group.running[-1], group.unread[: self._chunk]
+            row, start = group.first + len(decoding), len(request.prompt) - len(group.unread)
+            self._pass(group, Pass([request], len(chunk)), row, chunk[None], [start])
+
+    def _reads_more(self, group: Group) -> bool:
+        """Whether a chunk can be read: as many may be under way as there are stages."""
+        under_way = sum(made.chunk > 0 for other in self._groups for made in other.passes)
+        return group.is_reading and len(group.unread) > 0 and under_way < self.engine.ranks.stages
+
+    def _pass(self, group: Group, made: Pass, first: int, tokens_BT: Tensor, starts: list[int]) -> None:
+        for request in made.requests:
+            request._under_way += tokens_BT.shape[1]
+        group.passes.append(made)
+        self._order(Order(PASS, (first, *tokens_BT.shape), starts, tokens_BT), made)
+
+    def _answer(self, group: Group, changed: list[Request]) -> None:
+        """Choose the tokens that passes under way give: of all if one decodes, else of a prompt's oldest chunk.
+
+        The next chunk is ordered first if it can be.
+        """
+        due = len(group.passes)
+        if self.engine.ranks.stages > 1 and all(made.chunk for made in group.passes):
+            due = min(due, 0 if self._reads_more(group) else 1)
+        for _ in range(due):
+            made = group.passes.popleft()
+            while made.logits_BV is None:
+                self._do_next()
+            for request in made.requests:
+                request._under_way -= made.chunk or 1
+            if made.chunk:
+                (request,) = made.requests
+                request._read += made.chunk if request.reason is None else 0
+                # A chunk that is not finite ends its request, so that no row keeps what it made.
+                if request._read < len(request.prompt) and bool(made.logits_BV.isfinite().all()):
+                    continue
+            self._choose(made.requests, made.logits_BV, changed)
 
     def _choose(self, requests: list[Request], logits_BV: Tensor, changed: list[Request]) -> None:
-        """Append a token to each request, and end those that have their last."""
-        changed += requests
+        """Append a token to each request that goes on, and end those that have their last."""
+        going = [request for request in requests if request.reason is None]
+        changed += going
         is_finite_B = logits_BV.isfinite().all(1).tolist()
         failed: dict[Request, str] = {}
         for b, request in enumerate(requests):
+            if request not in going:
+                continue
             if not is_finite_B[b]:
                 failed[request] = "the model's logits are not finite"
                 continue
@@ -257,7 +352,7 @@ class ContinuousBatch:
             else:
                 request.tokens.append(int(chosen_1))
         # Requests end when all have their tokens: then a row that moves knows how far it is filled.
-        for request in requests:
+        for request in going:
             if request in failed:
                 self._fail(request, failed[request])
             elif request.tokens[-1] in request._ends:
@@ -267,38 +362,78 @@ class ContinuousBatch:
 
     def _fail(self, request: Request, why: str) -> None:
         request.error = why
-        row = self.running.index(request)
-        self._tell(CLEAR, row)
-        self._cache.clear(row)
+        group = self._group_of(request)
+        self._order(Order(CLEAR, (group.first + group.running.index(request), 0, self.engine.slots)))
         self._end(request, "error")
+
+    def _group_of(self, request: Request) -> Group:
+        return next(group for group in self._groups if request in group.running)
 
     def _end(self, request: Request, reason: str) -> None:
         request.reason, request._choice = reason, None
         if request in self.waiting:
             self.waiting.remove(request)
             return
+        group = self._group_of(request)
         # The last decoding row comes here, and a prompt that is being read takes that one's place: its row is the last.
-        row, last = self.running.index(request), len(self.running) - 1
-        way = [row, last - 1, last] if self._is_reading() and row < last else [row, last]
+        row, last = group.running.index(request), len(group.running) - 1
+        if request._under_way:  # nobody will look whether what these passes make is finite
+            self._order(Order(CLEAR, (group.first + row, request.filled, request.filled + request._under_way)))
+        way = [row, last - 1, last] if group.is_reading and row < last else [row, last]
         for at, to in pairwise(way):
-            one, other = self.running[at], self.running[to]
-            self._swap(at, to, max(one.filled, other.filled))
-            self.running[at], self.running[to] = other, one
-        self.running.pop()
-        self._free.append(FreeRow(last, request.computed if reason != "error" else request.prompt[:0]))
+            one, other = group.running[at], group.running[to]
+            filled = max(one.filled + one._under_way, other.filled + other._under_way)
+            self._swap(group.first + at, group.first + to, filled)
+            group.running[at], group.running[to] = other, one
+        group.running.pop()
+        group.free.append(FreeRow(group.first + last, request.computed if reason != "error" else request.prompt[:0]))
 
     def _swap(self, row: int, to: int, filled: int) -> None:
         if row != to and filled:
-            self._tell(SWAP, row, to, filled)
-            self._cache.swap(row, to, filled)
+            self._order(Order(SWAP, (row, to, filled)))
 
     # ---------------------------------------------------------------- over ranks
 
-    def _pass(self, first: int, tokens_BT: Tensor, starts: list[int]) -> Tensor:
-        self._tell(PASS, first, *tokens_BT.shape, starts=starts, tokens_BT=tokens_BT)
-        return self._compute(first, tokens_BT.to(self.engine.device), starts)
+    def _order(self, order: Order, made: Pass | None = None) -> None:
+        """Have all ranks do this. In a pipeline this rank does it when the tokens of a later pass are asked for."""
+        if self.engine.transport.world_size > 1:
+            payload = [] if order.tokens_BT is None else order.tokens_BT.flatten().tolist()
+            about, starts = [*order.about, 0, 0, 0][:3], [*order.starts, *[0] * (self.rows - len(order.starts))]
+            numbers = [order.what, *about, *starts, *payload]
+            self._message[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            self.engine.ranks.tell(self._message)
+        self._todo.append((order, made))
+        if self.engine.ranks.stages == 1:
+            self._do_next()
 
-    def _compute(self, first: int, tokens_BT: Tensor, starts: list[int]) -> Tensor:
+    def _do_next(self) -> None:
+        order, made = self._todo.popleft()
+        logits_BV = self._do(order)
+        if made is not None:
+            made.logits_BV = logits_BV
+
+    def _drain(self) -> None:
+        """Carry out what is ordered, for no request."""
+        while self._todo:
+            self._do_next()
+        for group in self._groups:
+            group.passes.clear()
+
+    def _do(self, order: Order) -> Tensor | None:
+        """Carry out an order on this rank. Returns the logits [B, V] of a pass."""
+        what, about, starts, tokens_BT = order
+        if what == PASS:
+            assert tokens_BT is not None
+            return self._compute(about[0], tokens_BT.to(self.engine.device), starts)
+        if what == COPY:
+            self._cache.copy(*about[:3])
+        elif what == SWAP:
+            self._cache.swap(*about[:3])
+        elif what == CLEAR:
+            self._cache.clear(*about[:3])
+        return None
+
+    def _compute(self, first: int, tokens_BT: Tensor, starts: Sequence[int]) -> Tensor:
         """The logits [B, V] after the tokens, each row's own from its slot in `starts` on."""
         (B, T), device = tokens_BT.shape, tokens_BT.device
         slots = (
@@ -307,16 +442,8 @@ class ContinuousBatch:
             else torch.tensor(starts, dtype=torch.int64, device=device)[:, None]
         )
         zeros_B = torch.zeros(B, dtype=torch.int64, device=device)
-        decodes = first == 0 and T == 1
+        decodes = T == 1 and any(first == group.first for group in self._groups)
         return self.engine.run(self._cache, tokens_BT, zeros_B, slots, max(starts) + T, first=first, decodes=decodes)
-
-    def _tell(self, what: int, *about: int, starts: Sequence[int] = (), tokens_BT: Tensor | None = None) -> None:
-        if self.engine.transport.world_size == 1:
-            return
-        payload = [] if tokens_BT is None else tokens_BT.flatten().tolist()
-        numbers = [what, *about, *[0] * (3 - len(about)), *starts, *[0] * (self.rows - len(starts)), *payload]
-        self._message[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self.engine.transport.broadcast(self._message, 0).wait()
 
 
 def _in_common(tokens: Tensor, others: Tensor) -> int:

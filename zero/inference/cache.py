@@ -71,10 +71,10 @@ class StaticCache:
             kept[row, :, :filled] = kept[to, :, :filled]
             kept[to, :, :filled] = before
 
-    def clear(self, row: int) -> None:
-        """Forget what is not finite: also slots that are masked would spoil a row with it, as 0 × NaN is NaN."""
+    def clear(self, row: int, start: int, end: int) -> None:
+        """Forget slots of a row that may not be finite: also if masked they would spoil it, as 0 × NaN is NaN."""
         for kept in (*self.keys.values(), *self.values.values()):
-            kept[row].zero_()
+            kept[row, :, start:end].zero_()
 
     @property
     def nbytes(self) -> int:
