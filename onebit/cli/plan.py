@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..comm import CODECS, momentum_codecs
-from ..zero.inference.plan import ServeRun, token_plan
+from ..zero.inference.plan import ServeRun, TokenPlan, stage_plan, token_plan
 from ..zero.offload.encode_plan import EncodeRun, chosen_place, encode_plans
 from ..zero.offload.plan import FLOPS, OffloadRun
 from ..zero.offload.plan import chosen as chosen_mode
@@ -59,17 +59,26 @@ def table(run: Run) -> Table:
 
 
 def serving_table(run: ServeRun, ranks: int) -> Table:
-    """The cost of a token on 1, 2, 4, ... ranks, and whether splitting pays."""
+    """The cost of a token on 1, 2, 4, ... ranks by rows and by layers, which is better, and whether splitting pays."""
     counts = [1 << k for k in range(ranks.bit_length()) if 1 << k < ranks] + [ranks]
-    made = [token_plan(run, count) for count in counts]
-    rows = []
-    for plan in made:
-        pays = "" if plan is made[0] else "yes" if plan.seconds < made[0].seconds else "no"
-        cells = plan.held_bytes / 1e9, plan.sent_bytes / 1e6, 1e3 * plan.reading_s, 1e3 * plan.sending_s
-        rows.append([str(plan.ranks), *(f"{x:.3g}" for x in cells), f"{run.rows / plan.seconds:.3g}", pays])
-    heading = "ranks", "GB of weights", "MB sent/token", "ms reading", "ms sending", "tokens/s", "pays"
+    rows, alone = [], token_plan(run, 1)
+    for count in counts:
+        made = serving_plans(run, count)
+        for plan in made:
+            pays = "" if count == 1 else "yes" if plan.seconds < alone.seconds else "no"
+            better = "better" if len(made) > 1 and plan == min(made, key=lambda one: one.seconds) else ""
+            cells = plan.held_bytes / 1e9, plan.sent_bytes / 1e6, 1e3 * plan.reading_s, 1e3 * plan.sending_s
+            by = "" if count == 1 else plan.by
+            numbers = *(f"{x:.3g}" for x in cells), f"{run.rows / plan.seconds:.3g}"
+            rows.append([str(plan.ranks), by, *numbers, better, pays])
+    heading = "ranks", "by", "GB of weights", "MB sent/token", "ms reading", "ms sending", "tokens/s", "", "pays"
     what = f"{run.params:.4g} parameters in {run.dtype}, {run.layers} layers of {run.width}, rows {run.rows}"
     return Table(f"{what}: a token over {run.link_bits_per_s / 1e9:g} Gbit/s", heading, rows)
+
+
+def serving_plans(run: ServeRun, ranks: int) -> list[TokenPlan]:
+    """The ways to divide a model among this many ranks."""
+    return [token_plan(run, ranks)] + ([stage_plan(run, ranks)] if 1 < ranks <= run.layers else [])
 
 
 def offload_table(run: OffloadRun) -> Table:
@@ -178,9 +187,10 @@ def _train(args: argparse.Namespace) -> Answer:
 
 def _serve(args: argparse.Namespace) -> Answer:
     layers, width = args.serve
-    run = ServeRun(args.params, layers, width, args.dtype, args.rows, args.link, args.memory * 1e9)
+    speeds = {"link_bits_per_s": args.link, "memory_bytes_per_s": args.memory * 1e9, "flops_per_s": args.tflops * 1e12}
+    run = ServeRun(args.params, layers, width, args.dtype, args.rows, **speeds)
     ranks = args.hosts * args.ranks_per_host
-    return Answer(run, serving_table(run, ranks), [token_plan(run, count) for count in {1, ranks}])
+    return Answer(run, serving_table(run, ranks), [plan for n in sorted({1, ranks}) for plan in serving_plans(run, n)])
 
 
 def _offload(args: argparse.Namespace) -> Answer:

@@ -18,6 +18,7 @@ from onebit.comm import PeerError, SimTransport
 from onebit.comm.transports.simulated import run_ranks
 from onebit.zero import ContinuousBatch, InferenceEngine, init_inference
 from onebit.zero.inference.batch import Request
+from onebit.zero.inference.plan import ServeRun, stage_plan, token_plan
 
 pytestmark = SLOW
 KINDS = ["gpt2", "llama", "opt", "phi3", "mixtral", *WINDOWS]
@@ -109,7 +110,7 @@ def test_the_head_weighs_in_where_layers_are_cut() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("fp32", 4), ("bf16", 2), ("int8", 4)])
-def test_sent_bytes_are_those_of_the_formula(dtype: str, itemsize: int) -> None:
+def test_sent_bytes_are_those_of_the_formula_and_the_plan(dtype: str, itemsize: int) -> None:
     """A pass sends B·T·D elements from each stage to the next; each token is told to every rank but rank 0."""
     model, asked, most = deep("llama", 6), prompts(9, 21), 7
 
@@ -122,7 +123,22 @@ def test_sent_bytes_are_those_of_the_formula(dtype: str, itemsize: int) -> None:
     W, B, T, D = 3, len(asked), 21, 64
     agreed = (W - 1) * (16 + 64)  # a hash of the prompts and options
     activations, told = itemsize * B * D * (T + most - 1), 8 * B * most
+    assert stage_plan(ServeRun(1e5, 6, D, dtype, rows=B), W).sent_bytes == itemsize * B * D
     assert run_ranks(W, sent) == [agreed + told, agreed + activations + told, agreed + activations]
+
+
+def test_the_plan_prefers_layers_on_slow_networks() -> None:
+    """Rows save reading for one request; their sums cost more than they save at 100 Mbit/s, and for products."""
+    slow, fast = (ServeRun(7e9, 32, 4096, "bf16", rows=8, link_bits_per_s=rate) for rate in (1e8, 1e10))
+    assert stage_plan(slow, 2).seconds < token_plan(slow, 2).seconds
+    assert stage_plan(fast, 2).seconds > token_plan(fast, 2).seconds
+    assert stage_plan(slow, 2).seconds > token_plan(slow, 1).seconds  # while weights are read, and not waited for
+    many = ServeRun(7e9, 32, 4096, "bf16", rows=64, link_bits_per_s=1e8, flops_per_s=2e11)
+    assert stage_plan(many, 4).seconds == pytest.approx(token_plan(many, 1).seconds / 4, rel=0.1)
+    assert token_plan(many, 4).seconds > token_plan(many, 1).seconds
+    assert stage_plan(many, 1).seconds == token_plan(many, 1).seconds
+    with pytest.raises(ValueError, match="from 1 to the 32 layers, got 33"):
+        stage_plan(many, 33)
 
 
 # ---------------------------------------------------------------- requests

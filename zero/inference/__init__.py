@@ -4,9 +4,9 @@
     texts = engine.generate([prompt], max_new_tokens=64)
 
 Start at `initializing.py`. `engine.py` decodes, and `requests.py` reads its prompts and options; `batch.py` answers
-requests that come and go. `split.py` divides layers among ranks; `layers.py` and `experts.py` hold the parts, in floats
-or packed, and `calibration.py` rounds them by samples; `cache.py` keeps keys and values; `plan.py` estimates what a
-token costs.
+requests that come and go. `split.py` divides the rows of layers among ranks, and `pipeline.py` the layers; `layers.py`
+and `experts.py` hold the parts, in floats or packed, and `calibration.py` rounds them by samples; `cache.py` keeps keys
+and values; `plan.py` estimates what a token costs.
 """
 
 from .batch import ContinuousBatch

@@ -402,7 +402,9 @@ def _say_what_stays(model: nn.Module, transport: Transport, dims: int, how: str,
 def _check_cache(engine: InferenceEngine) -> None:
     """Raise ValueError if decoding over the cache gives other logits than one pass over all tokens."""
     tokens = _tokens(engine.module)[:, : engine.slots]
-    whole = engine.ranks.share(_probe(engine.module))
+    whole = _probe(engine.module)
+    assert whole is not None
+    whole = engine.ranks.share(whole)
     T = tokens.shape[1]
     before = max(T - 2, 1)
     try:

@@ -10,17 +10,28 @@ to overlap them. So a token costs, on W ranks that each read M bytes per second:
     sending = sums · ((W-1) · latency + (W-1) · 4·rows·width / bandwidth)
 
 if all ranks send their parts of a sum to all others, as they do for few bytes; for more, an all-reduce sends twice as
-many messages of a W-th each. Splitting pays if sending takes less than it saves in reading, or if the weights do not
-fit into one host. overhead_s (for example Python's own time) is the same on any number of ranks. The cache and the
-embeddings, which stay whole, are not counted. The latency is that of `zero/plan.py`, which was fitted to exchanges of
-buckets; `scripts/bench/inference.py` compares the estimate with measurements.
+many messages of a W-th each. By layers (`pipeline.py`) a token passes all ranks in turn, and rows are divided into
+G = min(W, rows) groups, whose passes are under way at the same time:
+
+    reading = bytes of weights / M
+    sending = W · latency + (W-1) · bytes of an element · rows/G·width / bandwidth
+
+so in that time each rank reads its part once for every group. If products take longer than reading (2 operations for
+each weight and row), they stand in its place, and divide among the ranks both ways. Splitting pays if sending takes
+less than it saves, or if the weights do not fit into one host. Each token of a prompt sends as much.
+overhead_s (for example Python's own time) is the same on any number of ranks. The cache and the embeddings are not
+counted. The latency is that of `zero/plan.py`, which was fitted to exchanges of buckets; `scripts/bench/inference.py`
+compares the estimate with measurements.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.01}
+ACTIVATION_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 4}
+"""Of what a pipeline's stages send each other. Packed models compute in their own dtype: at most float32."""
 LATENCY_S = 1.9e-4
 """Of one message over TCP, with its processor time; from the record that `comm/cost.py` names."""
 GATHERED_BYTES = 65536
@@ -33,7 +44,7 @@ _PAYLOAD_OF_FRAME = 1448 / 1514  # Ethernet, IPv4 and TCP headers at an MTU of 1
 
 @dataclass(frozen=True)
 class ServeRun:
-    """A run to estimate. rows: prompts answered at once. memory_bytes_per_s: of each rank.
+    """A run to estimate. rows: prompts answered at once. memory_bytes_per_s, flops_per_s: of each rank.
 
     Raises:
         ValueError: A number is not positive, or the dtype is unknown.
@@ -48,17 +59,27 @@ class ServeRun:
     memory_bytes_per_s: float = 2e10
     latency_s: float = LATENCY_S
     overhead_s: float = 0.0
+    flops_per_s: float = math.inf
 
     def __post_init__(self) -> None:
-        numbers = self.params, self.layers, self.width, self.rows, self.link_bits_per_s, self.memory_bytes_per_s
-        if min(numbers) <= 0 or min(self.latency_s, self.overhead_s) < 0 or self.dtype not in WEIGHT_BYTES:
+        speeds = self.link_bits_per_s, self.memory_bytes_per_s, self.flops_per_s
+        if (
+            min(self.params, self.layers, self.width, self.rows, *speeds) <= 0
+            or min(self.latency_s, self.overhead_s) < 0
+            or self.dtype not in WEIGHT_BYTES
+        ):
             raise ValueError(f"expected numbers above 0 and dtype of {', '.join(WEIGHT_BYTES)}, got {self}")
 
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """One decode step on `ranks` ranks: bytes that a rank holds and sends, sums in sequence, and seconds."""
+    """One decode step on `ranks` ranks: bytes that a rank holds and sends, messages in sequence, and seconds.
 
+    by: "rows" of each layer are divided among the ranks, or "layers". sums: exchanges in sequence: sums over the ranks,
+    or messages to the next one. reading_s: also what products take longer.
+    """
+
+    by: str
     ranks: int
     held_bytes: float
     sent_bytes: float
@@ -88,4 +109,26 @@ def token_plan(run: ServeRun, ranks: int) -> TokenPlan:
     each = turns * part if is_gathered(part, ranks) else turns * part / ranks
     wire = each / (run.link_bits_per_s / 8 * _PAYLOAD_OF_FRAME)
     sending = sums * (turns * run.latency_s + wire)
-    return TokenPlan(ranks, held, sums * each, sums, held / run.memory_bytes_per_s, sending, run.overhead_s)
+    return TokenPlan("rows", ranks, held, sums * each, sums, _reading_s(run, held, run.rows), sending, run.overhead_s)
+
+
+def stage_plan(run: ServeRun, ranks: int) -> TokenPlan:
+    """The estimate for a pipeline of `ranks` stages.
+
+    Raises:
+        ValueError: There are more stages than layers.
+    """
+    if not 1 <= ranks <= run.layers:
+        raise ValueError(f"expected stages from 1 to the {run.layers} layers, got {ranks}")
+    held, rows = run.params * WEIGHT_BYTES[run.dtype] / ranks, run.rows / min(ranks, run.rows)
+    hops = ranks if ranks > 1 else 0
+    part = ACTIVATION_BYTES[run.dtype] * rows * run.width
+    sending = hops * run.latency_s + (ranks - 1) * part / (run.link_bits_per_s / 8 * _PAYLOAD_OF_FRAME)
+    sent = ACTIVATION_BYTES[run.dtype] * run.rows * run.width * (ranks > 1)
+    return TokenPlan("layers", ranks, held, sent, hops, ranks * _reading_s(run, held, rows), sending, run.overhead_s)
+
+
+def _reading_s(run: ServeRun, held_bytes: float, rows: float) -> float:
+    """Seconds for a rank's part of the weights in a pass of these rows: to read them, or to multiply by them."""
+    products = 2 * held_bytes / WEIGHT_BYTES[run.dtype] * rows
+    return max(held_bytes / run.memory_bytes_per_s, products / run.flops_per_s)

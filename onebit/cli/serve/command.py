@@ -33,6 +33,7 @@ Serves a model of transformers: completions and chat completions in OpenAI's for
 
   onebit serve runs/llama --dtype int8
   torchrun --nproc-per-node 2 --no-python onebit serve runs/llama --tp 2
+  torchrun --nproc-per-node 2 --no-python onebit serve runs/llama --pp 2
   curl 127.0.0.1:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "Once", "max_tokens": 20}'
 """
 _EPILOG = f"""\
@@ -62,6 +63,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--name", help="the model's name in answers (default: the folder's)")
     add("--dtype", choices=DTYPES, help="of weights (default: the model's)")
     add("--tp", type=_at_least(1), default=1, metavar="RANKS", help="how many ranks compute each layer together")
+    add("--pp", type=_at_least(1), default=1, metavar="RANKS", help="among how many ranks the layers are divided")
     add("--compile", action="store_true", help="compile the decode step; the first requests wait for it")
     add("--rows", type=_at_least(1), default=8, help="requests that are answered at once (default: %(default)s)")
     add("--tokens", type=_at_least(2), default=2048, help="most of a prompt with its answer (default: %(default)s)")
@@ -89,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     is_local = _is_local(args.host)
     if not is_local and token is None:
         raise UserError(f"--host {args.host} lets other machines ask: set {TOKEN}, or give --token-file")
-    transport = comm.init() if args.tp > 1 else None
+    transport = comm.init() if max(args.tp, args.pp) > 1 else None
     port = _bind(args.host, args.port) if transport is None or transport.rank == 0 else None
     try:
         served, engine = _load(args, transport)
@@ -154,7 +156,8 @@ def _load(args: argparse.Namespace, transport: comm.Transport | None) -> tuple[S
     from .app import Served
 
     tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
-    keys = {"kernel_inject": args.compile, "tensor_parallel": {"tp_size": args.tp}, "max_out_tokens": args.tokens}
+    ranks = {"tensor_parallel": {"tp_size": args.tp}, "pipeline_parallel": {"pp_size": args.pp}}
+    keys = {"kernel_inject": args.compile, "max_out_tokens": args.tokens, **ranks}
     engine = init_inference(args.model, keys | ({"dtype": args.dtype} if args.dtype else {}), transport=transport)
 
     def chat(messages: list[dict[str, str]]) -> list[int]:
