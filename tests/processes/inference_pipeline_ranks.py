@@ -27,7 +27,7 @@ def llama() -> nn.Module:
 
 def serve() -> list[list[int]]:
     """The answers of a running batch on rank 0; of generate on the others."""
-    transport = comm.init(timeout_s=60)
+    transport = comm.init(timeout_s=120)
     engine = zero.init_inference(
         llama(), pipeline_parallel={"pp_size": transport.world_size}, max_out_tokens=64, transport=transport
     )
@@ -47,7 +47,7 @@ def serve() -> list[list[int]]:
 
 def lose_one() -> str:
     """The last rank is killed while requests are answered; the error of the others."""
-    transport = comm.init(timeout_s=30)
+    transport = comm.init(timeout_s=120)
     engine = zero.init_inference(
         llama(), pipeline_parallel={"pp_size": transport.world_size}, max_out_tokens=64, transport=transport
     )

@@ -11,18 +11,18 @@ from onebit import zero
 pytest.importorskip("transformers", reason="pip install onebit[transformers]")
 from inference_pipeline_ranks import PROMPTS, llama, lose_one, serve
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_processes_answer_as_one_rank(ranks: int) -> None:
     prompts = [torch.tensor(prompt) for prompt in PROMPTS]
     alone = zero.init_inference(llama(), max_out_tokens=64).generate(prompts, max_new_tokens=8)
-    found = run_torchrun(ranks, serve, timeout_s=120).check().results
+    found = run_torchrun(ranks, serve, timeout_s=240).check().results
     assert found == ([tokens.tolist() for tokens in alone],) * ranks
 
 
 def test_a_killed_rank_ends_the_others_with_its_number() -> None:
-    ended = run_torchrun(3, lose_one, timeout_s=120)
+    ended = run_torchrun(3, lose_one, timeout_s=240)
     assert ended.returncodes == (0, 0, -9), ended.output
     assert all("rank 2" in str(error) for error in ended.results[:2]), ended.results
