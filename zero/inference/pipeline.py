@@ -87,7 +87,10 @@ class Pipeline(Together):
         super().__init__(transport)
         W, rank = transport.world_size, transport.rank
         # A transport for each link: its two ranks launch in one order, whatever happens elsewhere on the ring.
-        links = {k: transport.split(sorted((k, (k + 1) % W))) for k in range(W) if rank in (k, (k + 1) % W)}
+        # A rank that is in none splits alone: torch names a group by how many its ranks have made, and waits for others
+        # of that name.
+        pairs = [sorted((k, (k + 1) % W)) for k in range(W)]
+        links = [transport.split(pair if rank in pair else [rank]) for pair in pairs]
         self._previous, self._next = links[(rank - 1) % W], links[rank]
         self._sending: deque[Work] = deque()
         self.stages = W
