@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from ranks import run_torchrun
@@ -22,7 +24,9 @@ def test_processes_answer_as_one_rank(ranks: int) -> None:
     assert found == ([tokens.tolist() for tokens in alone],) * ranks
 
 
-def test_a_killed_rank_ends_the_others_with_its_number() -> None:
+def test_a_killed_rank_ends_the_others_with_its_number_or_a_neighbours() -> None:
+    """Rank 0 waits for the killed one. The first stage waits for rank 0, which ends in its turn."""
     ended = run_torchrun(3, lose_one, timeout_s=240)
     assert ended.returncodes == (0, 0, -9), ended.output
-    assert all("rank 2" in str(error) for error in ended.results[:2]), ended.results
+    first, second, _ = ended.results
+    assert "Missing: rank 2" in str(first) and re.search("Missing: rank [02]", str(second)), ended.results
