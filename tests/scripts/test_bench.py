@@ -256,10 +256,13 @@ def test_host_adam_has_a_row_for_every_side_and_thread_count(tmp_path: Path) -> 
 @pytest.mark.net
 @pytest.mark.timeout(120)
 def test_local_rounds_count_what_the_network_card_has_sent(emulated_hosts: None) -> None:
-    """So slow a network has rounds as rare as they may be: three at 4 steps, one at 12 + 64, the last at the end."""
+    """On so slow a network three rounds come after 4 steps each, one after some 64 more, and the last at the end.
+
+    64 is the most. Steps that take long on a busy machine make it less; from 35 on there are as many rounds.
+    """
     asked = argparse.Namespace(hosts=2, params=1e6, compute=0.001, steps=80)
     run = bench_local_rounds.measure("10mbit", asked)
-    assert (run.interval, run.rounds) == (64, 5)
+    assert 34 < run.interval <= 64 and run.rounds == 5
     payload = 5 * (2 + 16 / 128) / 2 / 80  # frames of both phases to one peer
     assert payload <= run.payload_bits < 1.05 * payload  # votes, and the padding of small matrices
     assert run.payload_bits < run.counted_bits

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from onebit.agreement.step_vote import DesyncError
 from onebit.comm import SimTransport, run_ranks
+from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb
 
 STEPS = 9
 
@@ -62,6 +64,10 @@ def test_frames_leave_during_backward(stage: int) -> None:
             assert events == ["phase 1", "phase 1", "first layer's backward", "phase 1"]
 
 
+STAGE_1: dict[str, tuple[type, dict[str, Any]]] = {
+    "adam, stage 1": (ShardedOnebitAdam, {"warmup_steps": 3}),
+    "lamb, stage 1": (ShardedOnebitLamb, {"weight_decay": 0.1, "warmup_steps": 3}),
+}
 EDITS: dict[str, tuple[Callable, int]] = {  # and how many steps are sent twice, of those that may be
     "clipped": (lambda params, _: torch.nn.utils.clip_grad_norm_(params, 0.5), 3),
     "edited behind torch's back": (lambda params, _: params[2].grad.data.mul_(0.5), 1),
@@ -89,7 +95,7 @@ def test_gradients_that_change_behind_backward_count_as_they_are(
 ) -> None:
     """On one rank: all ranks send once more, and after three such steps in a row they send in step()."""
     act, resent = EDITS[edit]
-    kind, own = LEAVES[leaf]
+    kind, own = {"adam, stage 0": LEAVES["adam, stage 0"], **STAGE_1}[leaf]
 
     def work(transport: SimTransport, overlap: bool) -> tuple[Tensor, list[Tensor], list[int]]:
         options = {"bucket_cap_mb": CAP, "max_consecutive_skips": 0, **own, "overlap": overlap}
