@@ -1,6 +1,6 @@
 # make demo    install into .venv, then train the same model with dense AdamW and with OnebitAdam, and compare
 # make bench   install, DeepSpeed into .venv-deepspeed, then measure everything against each other (an hour)
-# make test    install, then run the usual tests (about twenty minutes on two cores)
+# make test    install, then run the usual tests (about seventeen minutes on two cores)
 #      test-fast   those without processes, network and patience (a minute and a half)
 #      test-all    all of them (half an hour)
 #      test-matrix the fast ones with the oldest, pinned and newest torch, and every Python found (5 GB each)
