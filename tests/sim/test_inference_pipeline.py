@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from family import same
+from test_continuous_batch import answer_drawn, answers
 from test_inference import SLOW, WINDOWS, gpt, logits_of, of_transformers, prompts
 from torch import Tensor, nn
 
 from onebit.comm import PeerError, SimTransport
 from onebit.comm.transports.simulated import run_ranks
 from onebit.zero import ContinuousBatch, InferenceEngine, init_inference
-from onebit.zero.inference.batch import Request
 from onebit.zero.inference.plan import ServeRun, stage_plan, token_plan
 
 pytestmark = SLOW
@@ -144,15 +144,6 @@ def test_the_plan_prefers_layers_on_slow_networks() -> None:
 # ---------------------------------------------------------------- requests
 
 
-def answers(batch: ContinuousBatch, requests: list[Request], most_steps: int = 2000) -> list[Tensor]:
-    """Step until all of these have ended."""
-    for _ in range(most_steps):
-        if all(request.reason for request in requests):
-            return [torch.cat([request.prompt, torch.tensor(request.tokens)]) for request in requests]
-        batch.step()
-    raise AssertionError([request.reason for request in requests])
-
-
 def batch_of(model: nn.Module, transport: SimTransport, **how: Any) -> ContinuousBatch | None:
     """The batch on rank 0; None on other ranks, whose part is done by then."""
     batch = ContinuousBatch(staged(model, transport), **how)
@@ -189,31 +180,9 @@ def test_any_schedule_of_arrivals_and_cancels(seed: int) -> None:
     reference = init_inference(model)
 
     def serve(transport: SimTransport) -> None:
-        batch = batch_of(model, transport, rows=rows, chunk=chunk)
-        if batch is None:
-            return
-        requests: list[tuple[Request, Tensor]] = []
-        while len(requests) < 20 or batch.running or batch.waiting:
-            if len(requests) < 20 and draw.random() < 0.4:
-                new, earlier = [draw.randrange(256) for _ in range(draw.randint(1, 20))], []
-                if requests and draw.random() < 0.5:
-                    former, answer = draw.choice(requests)
-                    earlier = [*former.prompt.tolist(), *answer.tolist()][: draw.randint(1, 20)]
-                prompt, how = torch.tensor(earlier + new), SAMPLED if draw.random() < 0.5 else {}
-                most, ends = draw.randint(1, 16), draw.sample(range(256), 40)
-                request = batch.add(prompt, max_new_tokens=most, eos_token_id=ends, **how)
-                alone = reference.generate([prompt], max_new_tokens=most, eos_token_id=ends, **how)[0]
-                requests.append((request, alone[len(prompt) :]))
-            if requests and draw.random() < 0.15:
-                batch.cancel(draw.choice(requests)[0])
-            changed = batch.step()
-            assert all(request.tokens or request.reason for request in changed)
-            assert len(batch.running) <= rows and all(request.reason is None for request in batch.running)
-        for request, alone in requests:
-            assert request.tokens == alone.tolist()[: len(request.tokens)]
-            assert request.reason == "cancelled" or len(request.tokens) == len(alone)
-        assert any(request.reused for request, _ in requests)
-        batch.close()
+        if batch := batch_of(model, transport, rows=rows, chunk=chunk):
+            answer_drawn(batch, draw, reference, 20)
+            batch.close()
 
     rows, chunk = draw.randint(1, 7), draw.randint(1, 20)
     run_ranks(draw.choice([2, 3, 4]), serve)
@@ -351,7 +320,7 @@ def test_a_silent_rank_is_an_error_after_the_timeout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "keys", "said"),
+    ("model", "keys", "message"),
     [
         (gpt, {}, "pp_size divides the layers of decoders of transformers, and GPT is none"),
         (lambda: nn.Linear(2, 2), {}, "pp_size divides the layers of decoders, and Linear is none"),
@@ -362,12 +331,12 @@ def test_a_silent_rank_is_an_error_after_the_timeout() -> None:
         (lambda: of_transformers("llama"), {"enable_cuda_graph": True}, "enable_cuda_graph with pp_size > 1"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_by_name(model: Any, keys: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_cut_is_refused_by_name(model: Any, keys: dict[str, Any], message: str) -> None:
     keys = dict(keys)
     stages, ranks = keys.pop("pp_size", 2), keys.pop("tp_size", 1)
     block = {"pipeline_parallel": {"pp_size": stages}, "tensor_parallel": {"tp_size": ranks}, **keys}
     whole = model()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         run_ranks(stages, lambda transport: init_inference(whole, transport=transport, **block))
 
 
