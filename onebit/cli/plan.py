@@ -71,7 +71,7 @@ def serving_table(run: ServeRun, ranks: int) -> Table:
             by = "" if count == 1 else plan.by
             numbers = *(f"{x:.3g}" for x in cells), f"{run.rows / plan.seconds:.3g}"
             rows.append([str(plan.ranks), by, *numbers, better, pays])
-    heading = "ranks", "by", "GB of weights", "MB sent/token", "ms reading", "ms sending", "tokens/s", "", "pays"
+    heading = "ranks", "by", "GB of weights", "MB sent/token", "ms reading", "ms sending", "tokens/s", "way", "pays"
     what = f"{run.params:.4g} parameters in {run.dtype}, {run.layers} layers of {run.width}, rows {run.rows}"
     return Table(f"{what}: a token over {run.link_bits_per_s / 1e9:g} Gbit/s", heading, rows)
 

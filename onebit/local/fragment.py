@@ -365,7 +365,7 @@ class Fragment:
         """Nothing has been counted since the last round."""
         self.tokens, self.keeps, self.decays = 0.0, [1.0] * len(self.keeps), [True] * len(self.decays)
 
-    def has_landed(self, *events: str) -> None:
+    def complete(self, *events: str) -> None:
         """End its exchange. events: those of `TRANSITIONS` that lead there."""
         for event in events:
             self.move(event)

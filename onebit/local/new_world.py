@@ -116,7 +116,7 @@ def take_over(optimizer: Stepping, theirs: State, own: State | None) -> None:
         if not has_missed:
             _discard(optimizer, fragment)
         elif fragment.is_under_way:
-            fragment.has_landed("resume", "commit")
+            fragment.complete("resume", "commit")
         else:  # it has been sent, and its exchange has not ended here
             fragment.count_anew()
         for bucket in fragment.buckets:

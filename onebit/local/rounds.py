@@ -186,7 +186,7 @@ class Rounds:
             fragment.move("suspend")
             fragment.lands_at = step + self._delay
         else:
-            fragment.has_landed("commit")
+            fragment.complete("commit")
             fragment.synced_at = step
 
     def balance(self, ballot: Ballot, interval: int) -> None:
@@ -253,5 +253,5 @@ class Rounds:
             comm.wait_all(fragment.tasks)
         for bucket, share in zip(fragment.buckets, fragment.shares, strict=True):
             bucket.land(self._codec, self._outer, share)
-        fragment.has_landed("resume", "commit")
+        fragment.complete("resume", "commit")
         self._stats.phase = "round"
