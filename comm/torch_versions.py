@@ -13,6 +13,7 @@ import os
 import threading
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
@@ -64,6 +65,25 @@ def all_gather_single(out: Tensor, in_: Tensor, group: dist.ProcessGroup) -> dis
     """Launch the all-gather of equal tensors into one. Until 2.13, which renamed it and warns of the old name."""
     gather: Callable[..., Any] = dist.all_gather_single if TORCH >= (2, 13) else dist.all_gather_into_tensor
     return cast("dist.Work", gather(out, in_, group=group, async_op=True))
+
+
+def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> dist.Work:
+    """Launch the broadcast of a tensor from a rank of the group, which torch.distributed need not know."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = src, 0, True
+    return group.broadcast([x], options)
+
+
+def gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of Gloo's beside those that torch.distributed knows; it ends with the last reference to it.
+
+    Its ranks need no group in common. torch has no public call for such a group in any version.
+    """
+    group, gloo = dist.ProcessGroup(store, rank, world_size), dist.ProcessGroup.BackendType.GLOO
+    group._register_backend(torch.device("cpu"), gloo, dist.ProcessGroupGloo(store, rank, world_size, timeout))
+    group._set_default_backend(gloo)
+    group._set_group_name(cast("Any", "onebit"))  # torch has a type of its own for names
+    return group
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:

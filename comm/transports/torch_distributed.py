@@ -101,6 +101,8 @@ class TorchTransport(NetworkedTransport):
         store_host: Rank in whose process the group's store lives. Default None: in no rank's, or not known.
         finds_cause: Whether an operation that fails asks the other ranks who is missing, which takes up to
             `edge.DIAGNOSIS_S` seconds. Default True. Else it names the ranks that broke off or are silent.
+        store: Where the ranks of a group from `torch_versions.gloo_group` met: torch does not know the group, which
+            lives as long as this object. Default None: torch knows it.
 
     Raises:
         ValueError: There is no default group.
@@ -116,6 +118,7 @@ class TorchTransport(NetworkedTransport):
         whole: TorchTransport | None = None,
         store_host: int | None = None,
         finds_cause: bool = True,
+        store: dist.Store | None = None,
     ):
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
@@ -124,11 +127,12 @@ class TorchTransport(NetworkedTransport):
         # A weak reference: torch holds a group until it is destroyed. If this object held it longer, the group's
         # threads would live on, which sometimes abort Python's exit, and so would its store, which blocks the port.
         self._group = weakref.ref(group)
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout_s)
+        self._store, self._own_group = store, None if store is None else group
+        super().__init__(group.rank(), group.size(), timeout_s)
         self._owns_group, self._finds_cause = owns_group, finds_cause
         self._is_part = whole is not None
         self._store_host = None if store_host == self.rank else store_host
-        self._backends = _backends_by_device(self.group)
+        self._backends = _backends_by_device(self.group) if store is None else {"cpu": "gloo"}
         self._numbering = Numbering(_channels.setdefault(self.group, itertools.count(1)))
         # If one transport of a group fails, all fail, split ones too: then none waits for a barrier.
         self._past: _Past = _pasts.setdefault(self.group, _Past()) if whole is None else whole._past
@@ -198,9 +202,7 @@ class TorchTransport(NetworkedTransport):
         return self._collective(operation, (x,), lambda: dist.all_reduce(x.detach(), group=self.group, async_op=True))
 
     def _broadcast(self, operation: Operation, x: Tensor, src: int) -> Work:
-        return self._collective(
-            operation, (x,), lambda: dist.broadcast(as_bytes(x), group_src=src, group=self.group, async_op=True)
-        )
+        return self._collective(operation, (x,), lambda: torch_versions.broadcast(as_bytes(x), src, self.group))
 
     def _shift(self, operation: Operation, out_B: Tensor, in_B: Tensor, by: int) -> Work:
         W = self.world_size
@@ -240,17 +242,22 @@ class TorchTransport(NetworkedTransport):
         names, operation = self._begin_split(ranks)
         if self._backends.get("cpu") == "gloo":
             self._meet(operation, ranks)
-        everywhere = dist.get_process_group_ranks(self.group)
+        timeout, store = timedelta(seconds=self.timeout_s + DIAGNOSIS_S), None
         try:
-            group = dist.new_group(
-                [everywhere[rank] for rank in ranks],
-                timeout=timedelta(seconds=self.timeout_s + DIAGNOSIS_S),
-                backend=dist.get_backend(self.group),
-                use_local_synchronization=True,  # others of the default group need not call
-            )
+            if self._store is not None:
+                store = dist.PrefixStore(operation.name, self._store)
+                group = torch_versions.gloo_group(store, ranks.index(self.rank), len(ranks), timeout)
+            else:
+                everywhere = dist.get_process_group_ranks(self.group)
+                group = dist.new_group(
+                    [everywhere[rank] for rank in ranks],
+                    timeout=timeout,
+                    backend=dist.get_backend(self.group),
+                    use_local_synchronization=True,  # others of the default group need not call
+                )
         except RuntimeError as error:
             raise self._collective_error(operation, (), error) from error
-        part = TorchTransport(group, self.timeout_s, whole=self, finds_cause=self._finds_cause)
+        part = TorchTransport(group, self.timeout_s, whole=self, finds_cause=self._finds_cause, store=store)
         part._names = names
         return part
 
@@ -274,6 +281,7 @@ class TorchTransport(NetworkedTransport):
             dist.destroy_process_group(self.group)
         if self._owns_group or self._is_part:
             self._board = None
+        self._own_group = None
 
     def _barrier(self, operation: Operation) -> None:
         if self._group() is None:  # the script has destroyed it
@@ -376,14 +384,8 @@ class TorchTransport(NetworkedTransport):
         for peer in range(self.world_size):
             if peer != self.rank:
                 try:
-                    work = dist.irecv(
-                        torch.empty(1, dtype=torch.float32, device="cpu"),
-                        group=self.group,
-                        group_src=peer,
-                        tag=_BREAK_OFF_TAG,
-                    )
-                    assert work is not None
-                    work.wait(timedelta(milliseconds=1))
+                    nothing = [torch.empty(1, dtype=torch.float32, device="cpu")]
+                    self.group.recv(nothing, peer, _BREAK_OFF_TAG).wait(timedelta(milliseconds=1))
                 except RuntimeError as error:
                     if _is_timeout(error):
                         return
@@ -513,17 +515,13 @@ class _PairsWork:
             if ranks is None or src in ranks:
                 if operation.channel:
                     self._ends.append(_marked_end(outs[src]))
-                self._post(
-                    src, dist.irecv, outs[src], group=group, group_src=src, tag=tag if receives is None else receives
-                )
+                self._post(src, group.recv, outs[src], tag if receives is None else receives)
             if ranks is None or dst in ranks:
-                self._post(dst, dist.isend, rows[dst], group=group, group_dst=dst, tag=tag)
+                self._post(dst, group.send, rows[dst], tag)
 
-    def _post(self, peer: int, launch: Callable[..., dist.Work | None], row: Tensor, **where: object) -> None:
+    def _post(self, peer: int, launch: Callable[[list[Tensor], int, int], dist.Work], row: Tensor, tag: int) -> None:
         try:
-            work = launch(row, **where)
-            assert work is not None  # None: this rank is outside of the group
-            self._posted.append((peer, work))
+            self._posted.append((peer, launch([row], peer, tag)))
         except RuntimeError as error:  # the connection is known to be broken; wait() reports it with the others
             self._broken[peer] = reason(error)
 

@@ -15,10 +15,10 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
-from ..comm import PeerError
-from ..comm.launch import set_group_timeout
+from ..comm import PeerError, torch_versions
 from ..comm.transports.edge import ANSWER_S, DIAGNOSIS_S, STORE_S, reason
 from ..comm.transports.hanging import call_within
 from .members import Members
@@ -52,7 +52,7 @@ def connect(
     """The transport between the members of a run that meet at an address. Each member's process makes one.
 
     Construct an optimizer over it, `onebit.OnebitAdam(params, transport=members)`, and then call `begin`. Gloo moves
-    the bytes; the process must have no default process group of torch.distributed, as each epoch is one.
+    the bytes, over connections that torch.distributed does not know.
 
     Args:
         address: "host:port" of `onebit rendezvous`. Default: the environment's ONEBIT_RENDEZVOUS, which
@@ -68,15 +68,9 @@ def connect(
 
     Raises:
         MembershipError: Nothing answers at the address.
-        RuntimeError: torch.distributed has a default process group.
         ValueError: There is no address, or it is not "host:port"; ONEBIT_FOUNDERS is not a number; or min_members is
             not between 1 and founders.
     """
-    if dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed has a default process group already, and each epoch of members is one: take out "
-            "init_process_group() and onebit.comm.init(), and start one process for each member without torchrun"
-        )
     address = os.environ.get(ADDRESS) if address is None else address
     if not address:
         raise ValueError(
@@ -157,28 +151,11 @@ def _group(
 
     rendezvous.confirm(roster, "present")  # if a peer died while groups connect, Gloo would hang for ever
     prefixed = dist.PrefixStore(f"group/{roster.epoch}", store())
-    make = partial(
-        dist.init_process_group,
-        "gloo",
-        store=prefixed,
-        rank=rank,
-        world_size=len(roster.names),
-        timeout=timedelta(seconds=CONNECT_S),
-    )
+    make = partial(torch_versions.gloo_group, prefixed, rank, len(roster.names), timedelta(seconds=CONNECT_S))
     try:
-        call_within(CONNECT_S + STORE_S, make, None)
+        group = call_within(CONNECT_S + STORE_S, make, None)
     except (RuntimeError, TimeoutError) as error:
-        _number_groups_from_0()
         raise PeerError(f"{rendezvous.name}: epoch {roster.epoch} does not connect: {reason(error)}") from error
-    set_group_timeout(timeout_s + DIAGNOSIS_S)  # Gloo's own timeout, which must come after ours
-    return TorchTransport(None, timeout_s, owns_group=True, finds_cause=False)
-
-
-def _number_groups_from_0() -> None:
-    """Make the next default group's number 0 again, as on the members whose last one did connect.
-
-    The number is part of the keys under which Gloo's ranks meet. A default group that fails counts it up, and one that
-    is destroyed sets it back.
-    """
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dist.destroy_process_group()
+    # Gloo's own timeout, which must come after ours.
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s + DIAGNOSIS_S))
+    return TorchTransport(group, timeout_s, finds_cause=False, store=prefixed)
