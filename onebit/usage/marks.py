@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..agreement.replicas import fingerprints
@@ -44,15 +45,23 @@ class GradientMark(NamedTuple):
         """The mark of p's gradient as it is now."""
         if p.grad is None:
             return cls(None)
-        grad = p.grad if type(p.grad) is Tensor else local(p.grad)
+        grad = _elements(p.grad)
         return cls(weakref.ref(grad), grad._version)
 
     def is_still(self, p: Tensor) -> bool:
         """Whether p's gradient is still the marked one, unchanged."""
         if p.grad is None or self.grad is None:
             return p.grad is None and self.grad is None
-        now = p.grad if type(p.grad) is Tensor else local(p.grad)
+        now = _elements(p.grad)
         return self.grad() is now and now._version == self.version
+
+
+def _elements(grad: Tensor) -> Tensor:
+    """The local elements of a gradient: the same object as long as it is the same gradient."""
+    if type(grad) is Tensor:
+        return grad
+    with torch.no_grad():  # with autograd a DTensor gives a new view at each call
+        return local(grad)
 
 
 def marks_of(params: Sequence[Tensor]) -> list[GradientMark]:
