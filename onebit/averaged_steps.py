@@ -77,6 +77,8 @@ class AveragedSteps(Wrapped):
                 f"AveragedSteps is for members that come and go, got {type(transport).__name__}: pass "
                 "transport=onebit.membership.connect(); for ranks that stay take onebit.dense.DenseAverager"
             )
+        if transport.node is not None:
+            raise ValueError("AveragedSteps averages whole models, and a member of several ranks divides its model")
         if not isinstance(inner, torch.optim.Optimizer) or hasattr(inner, "transport"):
             raise TypeError(
                 f"AveragedSteps takes an optimizer that sends nothing itself, such as torch.optim.AdamW, got "

@@ -49,6 +49,7 @@ from .layout.flat import lay_out
 from .layout.masks import read_masks
 from .membership.change import change
 from .membership.members import Members
+from .membership.node import InNode
 from .model_parallel import ModelParallelGroup, detach_version_, local
 from .rule import Rule
 from .step.bucket_step import Arrived, Decision
@@ -688,8 +689,15 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     # ---------------------------------------------------------------- members that come and go
 
     def _why_members_stay(self) -> str:
-        if self.model_parallel_group.whole.world_size > 1:
-            return "a member is one rank, and this model is divided among several"
+        assert self._members is not None
+        parts, node = self.model_parallel_group.whole, self._members.node
+        if (parts.node if isinstance(parts, InNode) else None) is not node or (node is None and parts.world_size > 1):
+            return (
+                "the ranks of a member are those that hold its model together: give connect(node=...) their transport, "
+                "and the optimizer model_parallel_group=members.parts(group); or neither"
+            )
+        if node is not None and self.delay:
+            return "a member of several ranks has no step under way between two calls of step(); use delay=0"
         return self.rule.why_members_stay()
 
     def _take_step_of(self, members: Members, scale: float) -> Sequence[str] | None:
@@ -705,6 +713,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         while True:
             (why, self._lost), steps = (self._lost, None), -1
             try:
+                if why is None:
+                    self._change_is_due = members.is_due(self._change_is_due)
                 if why is not None or self._change_is_due:
                     if why is None:
                         self._land_now()  # newcomers would have no gradients in it

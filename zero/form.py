@@ -174,10 +174,10 @@ class Form(ABC):
             TypeError: A parameter has a dtype that does not fit.
         """
         config, shape = given.config, given.grid.shape
-        if given.grid.transport.ranks_change and (why := cls.why_members_stay(config)):
+        if given.grid.transport.ranks_change and (why := cls.why_members_stay(given)):
             raise ValueError(
                 f"the form {cls.name!r} cannot go on as its members come and go (onebit.membership): {why}; use stage "
-                "0 in float32 without offloading"
+                "0 in float32 without offloading, or a one-bit optimizer sharded inside members of several ranks"
             )
         for name in config.onebit.forward_methods:
             if not callable(getattr(given.model, name, None)):
@@ -194,11 +194,11 @@ class Form(ABC):
             )
 
     @classmethod
-    def why_members_stay(cls, config: Config) -> str:
+    def why_members_stay(cls, given: Given) -> str:
         """Return why members of a run in this form may not come and go; "" if they may.
 
         Args:
-            config: The configuration.
+            given: The inputs from which it would be built.
         """
         return "ranks share its masters, shards or rounds, which a lost one would take along"
 

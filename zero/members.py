@@ -11,6 +11,7 @@ them. A newcomer takes over the engine's counts, schedule and features besides t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from .. import membership
@@ -23,12 +24,21 @@ from .grid import AXES, Grid, GridShape
 _COUNTS = ("global_steps", "skipped_steps", "global_samples")
 
 
-def grid_of(members: Members) -> Grid:
+def grid_of(members: Members, node: Grid | None = None) -> Grid:
     """The grid of an engine over these members, for `initialize(grid=)`. Sizes of batches are those of one member.
 
     Args:
         members: From `onebit.membership.connect`.
+        node: The grid of this member's ranks, if it has several, whose transport between all ranks `connect` got:
+            `zero.grid.start()` under torchrun on this machine alone. Default None: it has one rank.
+
+    Raises:
+        ValueError: The grid has other ranks than the member, replicas, or stages of a pipeline.
     """
+    if node is not None:
+        if node.shape.size("replica") > 1:
+            raise ValueError(f"the replicas of a run with members are its members; this node's grid has {node.shape}")
+        return replace(node, transport=members, model_parallel_group=members.parts(node.model_parallel_group))
     alone = SimTransport()
     shape = GridShape(tuple(1 for _ in AXES))
     return Grid(shape, None, alone, dict.fromkeys(AXES, alone), members, model_parallel_group_of(None), alone)
@@ -45,6 +55,7 @@ def begin(engine: Engine, **travels: Travels) -> None:
     if engine.scheduler is not None:
         travels["engine_schedule"] = engine.scheduler
     membership.begin(engine.optimizer, engine=_Counts(engine), **travels)  # type: ignore[arg-type]
+    engine.form.sharding.gather()  # the optimizer's parameters may be those of others now
 
 
 class _Counts:

@@ -453,8 +453,9 @@ class LocalSteps(Wrapped):
     def _why_members_stay(self) -> str:
         if isinstance(self.interval, Auto):
             return 'every="auto" measures the network within a round; give a number of steps'
-        if self.model_parallel_group.whole.world_size > 1:
-            return "a member is one rank, and this model is divided among several"
+        assert self._members is not None
+        if self.model_parallel_group.whole.world_size > 1 or self._members.node is not None:
+            return "in its rounds a member is one rank, and this one has several"
         return ""
 
     def _change_if_due(self) -> None:

@@ -31,6 +31,7 @@ from ..checkpoint.archive import read_archive
 from ..comm import PeerError, Transport
 from ..comm.messages import gather_bytes, gather_texts
 from ..comm.transports.notes import outside_calls
+from ..model_parallel import local
 from ..usage.contract import Group, State
 from .members import Members, Standing, Travels
 from .published import Waits
@@ -206,6 +207,7 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
         members.has_state = True
         try:
             optimizer.end_interrupted_step()
+            members.is_due(False)  # a node's ranks go on together
             break
         except PeerError as error:
             why = error
@@ -266,7 +268,7 @@ def _bring_together(optimizer: Changing, members: Members, standing: Sequence[St
     """The state that this member lacks, from the member that sends it; None if it lacks nothing."""
     assert members.roster is not None
     with_state = [rank for rank, its in enumerate(standing) if its.has_state]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [local(p) for group in optimizer.param_groups for p in group["params"]]
     if len(with_state) < members.world_size:
         _refuse_strangers(optimizer, members, params, with_state)
     if not with_state:

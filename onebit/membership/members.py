@@ -10,7 +10,7 @@ import logging
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ..comm import PeerError, SimTransport, Transport
 from ..comm.transports.base import Channel, Work
+from ..model_parallel import ModelParallelGroup
+from .node import InNode, Node, NodeRendezvous
 from .rendezvous import Rendezvous, Roster
 from .residuals import Loss, Residual, Residuals, RunningResidualNorm
 
@@ -78,9 +80,12 @@ class Members(Transport):
     Args:
         rendezvous: Where members agree on an epoch.
         connect: Makes the transport of an epoch, from its roster and this member's rank in it.
+        node: The ranks of this member, if it has several: the transport is then between the ranks at one place in each
+            member. Default None: it has one.
 
     Attributes:
         rendezvous: The same.
+        node: The same.
         roster: The current members; None before `begin`.
         has_state: Whether this member has the run's parameters and state.
         lost: Number of members that have gone since this one began.
@@ -91,8 +96,8 @@ class Members(Transport):
 
     ranks_change = True
 
-    def __init__(self, rendezvous: Rendezvous, connect: Connect):
-        self.rendezvous, self._connect = rendezvous, connect
+    def __init__(self, rendezvous: Rendezvous | NodeRendezvous, connect: Connect, node: Node | None = None):
+        self.rendezvous, self._connect, self.node = rendezvous, connect, node
         self.roster: Roster | None = None
         self.has_state = False
         self.lost = self.joined = 0
@@ -135,6 +140,38 @@ class Members(Transport):
         """Whether a newcomer waits to be let in, as far as this member has looked. The first member looks for all."""
         return self.rendezvous.is_awaited.is_set()
 
+    def is_due(self, here: bool) -> bool:
+        """Whether newcomers are to be let in before the next step, on any rank of this member.
+
+        Args:
+            here: Whether they are, by what this rank has heard.
+
+        Raises:
+            PeerError: Another rank of this member has lost the epoch.
+        """
+        return here if self.node is None else self.node.check(is_due=here)
+
+    def parts(self, group: ModelParallelGroup) -> ModelParallelGroup:
+        """The ranks of this member, for an optimizer whose model they hold together.
+
+        Args:
+            group: The same ranks.
+
+        Raises:
+            ValueError: They are not all ranks of this member, or a pipeline's.
+        """
+        if (
+            self.node is None
+            or group.stages is not None
+            or group.transport.world_size != self.node.transport.world_size
+        ):
+            count = 1 if self.node is None else self.node.transport.world_size
+            raise ValueError(
+                f"{self.rendezvous.name} is a member of {count} ranks, which hold its model together in shards or "
+                f"slices, not in the stages of a pipeline; got parts on {group.whole.world_size} ranks"
+            )
+        return replace(group, transport=InNode(self.node, group.transport))
+
     def is_over(self) -> bool:
         """Whether another member has left the current epoch for the next, as far as this one has looked."""
         return self.rendezvous.is_over.is_set()
@@ -142,6 +179,8 @@ class Members(Transport):
     def note_lost(self, call: str, error: PeerError) -> PeerError:
         """Warn that a call between two steps was given up; the members meet before the next step. Returns the error."""
         log.warning("%s: %s was given up, as a member is lost: %s", self.rendezvous.name, call, error)
+        if self.node is not None:
+            self.node.leave()  # its other ranks are in the same call, and what follows it may need all of them
         return error
 
     def note(self, buckets: Sequence[Residual] = ()) -> bytes:

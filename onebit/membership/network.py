@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ..comm import PeerError, torch_versions
+from ..comm import PeerError, Transport, torch_versions
 from ..comm.transports.edge import ANSWER_S, DIAGNOSIS_S, STORE_S, reason
 from ..comm.transports.hanging import call_within
 from .members import Members
+from .node import Node, NodeRendezvous
 from .rendezvous import MembershipError, Patience, Rendezvous, Roster
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def connect(
     min_members: int = 1,
     timeout_s: float = 30.0,
     patience: Patience | None = None,
+    node: Transport | None = None,
 ) -> Members:
     """The transport between the members of a run that meet at an address. Each member's process makes one.
 
@@ -65,11 +67,15 @@ def connect(
             Default 1.
         timeout_s: Seconds after which a silent member counts as lost. Default 30.
         patience: How long members wait for each other at changes. Default: `Patience()`.
+        node: Between the ranks of this machine, if they are one member together because they divide the model among
+            them: all of them call this, with the same arguments, and give an optimizer `members.parts(group)`. All
+            members have the same number of ranks. Default None: this process is a member.
 
     Raises:
-        MembershipError: Nothing answers at the address.
-        ValueError: There is no address, or it is not "host:port"; ONEBIT_FOUNDERS is not a number; or min_members is
-            not between 1 and founders.
+        MembershipError: Nothing answers at the address. With a node, also what follows.
+        ValueError: There is no address, or it is not "host:port"; ONEBIT_FOUNDERS is not a number; min_members is not
+            between 1 and founders; the members of the run have another number of ranks; or a rank of the node would
+            not wait for another that waits for a member.
     """
     address = os.environ.get(ADDRESS) if address is None else address
     if not address:
@@ -82,10 +88,27 @@ def connect(
     token = os.environ.get(TOKEN, "") if token is None else token
     if not 1 <= min_members <= founders:
         raise ValueError(f"min_members must be between 1 and founders={founders}, got {min_members}")
-    name = name or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
+    me = name or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
     store = partial(reach, host, port)
-    rendezvous = Rendezvous(store, name, token=token, founders=founders, min_members=min_members, patience=patience)
-    members = Members(rendezvous, partial(_group, rendezvous, store, timeout_s))
+    options: dict[str, Any] = {"token": token, "founders": founders, "min_members": min_members, "patience": patience}
+    if node is None:
+        rendezvous: Rendezvous | NodeRendezvous = Rendezvous(store, me, **options)
+        members = Members(rendezvous, partial(_group, rendezvous, store, timeout_s, 0))
+    else:
+        if node.timeout_s <= timeout_s:
+            raise ValueError(
+                f"the ranks of the node wait {node.timeout_s:g} s for each other, and one of them may wait "
+                f"timeout_s={timeout_s:g} s for a member: give the node's transport a longer timeout"
+            )
+        ours, made = Node(node.split(range(node.world_size))), list[Rendezvous]()
+
+        def make() -> str:
+            made.append(Rendezvous(store, me, ranks=node.world_size, **options))
+            return me
+
+        me = ours.ask(make)
+        rendezvous = NodeRendezvous(ours, made[0] if made else None, me, min_members, patience or Patience())
+        members = Members(rendezvous, partial(_group, rendezvous, store, timeout_s, node.rank), ours)
     atexit.register(members.abandon)  # Gloo's threads may abort a Python that ends; it also tells the others at once
     return members
 
@@ -145,12 +168,17 @@ def _founders(text: str) -> int:
 
 
 def _group(
-    rendezvous: Rendezvous, store: Callable[[], dist.Store], timeout_s: float, roster: Roster, rank: int
+    rendezvous: Rendezvous | NodeRendezvous,
+    store: Callable[[], dist.Store],
+    timeout_s: float,
+    place: int,
+    roster: Roster,
+    rank: int,
 ) -> TorchTransport:
     from ..comm.transports.torch_distributed import TorchTransport
 
     rendezvous.confirm(roster, "present")  # if a peer died while groups connect, Gloo would hang for ever
-    prefixed = dist.PrefixStore(f"group/{roster.epoch}", store())
+    prefixed = dist.PrefixStore(f"group/{roster.epoch}/{place}", store())
     make = partial(torch_versions.gloo_group, prefixed, rank, len(roster.names), timedelta(seconds=CONNECT_S))
     try:
         group = call_within(CONNECT_S + STORE_S, make, None)

@@ -91,6 +91,10 @@ class Rendezvous:
         founders: Number of members for which the first epoch waits, the same on all. Default 1.
         min_members: Least number of members of an epoch, the same on all. Default 1.
         patience: How long to wait. Default: `Patience()`.
+        ranks: Number of ranks of a member, the same on all. Default 1.
+
+    Raises:
+        ValueError: The name is taken, or the members of the run have another number of ranks.
     """
 
     def __init__(
@@ -102,12 +106,17 @@ class Rendezvous:
         founders: int = 1,
         min_members: int = 1,
         patience: Patience | None = None,
+        ranks: int = 1,
     ):
         self.name, self.founders, self.patience = name, founders, patience or Patience()
         self._store, self._beats = _Steady(connect, self.patience.away_s), _Steady(connect, 0.0)
         self._token, self._strange = token, set[str]()  # keys of entries without the token
         if self._store.add(f"name/{name}", 1) > 1:
             raise ValueError(f"a member of this run is or was called {name}; take another name, or none")
+        self._ranks = ranks
+        self._store.compare_set("ranks", "", self._signed("ranks", {"ranks": ranks}))
+        if (theirs := int(self._read("ranks")["ranks"])) != ranks:
+            raise ValueError(f"the members of this run have {theirs} ranks each, and this one has {ranks}")
         self._lock, self._now = threading.Lock(), Roster(0, ())
         self._meter, self._about, self._beat_count = Meter(), about_here(), 0
         self._changes: dict[int, dict[str, object]] = {}  # the last ones, to be published if this member is the first
@@ -279,6 +288,7 @@ class Rendezvous:
         """Write the members into a store that has come back empty, before a newcomer takes it for a new run's."""
         if not self._beats.check(["newest"]):
             key = f"roster/{now.epoch}"
+            self._beats.set("ranks", self._signed("ranks", {"ranks": self._ranks}))
             if self._in_run:  # else it may be the first epoch, whose roster has no number yet
                 self._beats.set("begun", "yes")
             self._beats.set(key, self._signed(key, {"epoch": now.epoch, "names": list(now.names)}))

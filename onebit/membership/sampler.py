@@ -134,10 +134,12 @@ class MemberSampler:
         balanced: Whether members take as many micro-batches as their speed allows. Default False.
         shuffle: Whether each epoch of data has a random order. Default True; a stream keeps the order of its source.
         seed: Seed of these orders. Default 0.
+        part: (this rank's share of its member's data, number of shares), if a member has several ranks: `grid.data` of
+            its node. Each share has `batch_size` samples of a micro-batch. Default (0, 1): it has one.
 
     Raises:
         TypeError: `members` is not a `Members`.
-        ValueError: A number is not an integer in its range.
+        ValueError: A number is not an integer in its range, or members of several ranks are to be balanced.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class MemberSampler:
         balanced: bool = False,
         shuffle: bool = True,
         seed: int = 0,
+        part: tuple[int, int] = (0, 1),
     ):
         if not isinstance(members, Members):
             raise TypeError(f"expected the Members of onebit.membership.connect(), got {type(members).__name__}")
@@ -161,7 +164,13 @@ class MemberSampler:
                     f"{name} must be an integer of at least {least}, got {number!r}"
                     + ("; give len(dataset), or None for a stream that never ends" if name == "samples" else "")
                 )
+        share, count = part
+        if not 0 <= share < count:
+            raise ValueError(f"part must be (share, number of shares), such as grid.data, got {part}")
+        if balanced and members.node is not None:
+            raise ValueError("the ranks of a member take the same number of micro-batches: use balanced=False")
         self.samples, self.batch_size, self.micro_batches = samples, batch_size, micro_batches
+        self.offset, self._of_member = share * batch_size, count * batch_size  # samples of a micro-batch
         self.balanced = balanced
         self._members, self._shuffle, self._seed = members, shuffle, seed
         self._shares = Shares(micro_batches, balanced, members.world_size)
@@ -282,10 +291,10 @@ class MemberSampler:
                 if changes != self._changes:
                     break
                 drawn.append(start)
-                yield self._indices(start, self.batch_size)
+                yield self._indices(start + self.offset, self.batch_size)
 
     def _place(self) -> Place:
-        return Place(self._members.rank, self.batch_size, self._shares.now)
+        return Place(self._members.rank, self._of_member, self._shares.now)
 
     def _indices(self, start: int, count: int) -> list[int]:
         """The dataset's indices at these positions."""
@@ -324,7 +333,7 @@ class MemberSampler:
         its = self._round
         if its.given and not its.is_complete:
             raise ValueError(
-                f"step() came after {its.given // self.batch_size} of {its.count // self.batch_size} micro-batches; "
+                f"step() came after {its.given // self._of_member} of {its.count // self._of_member} micro-batches; "
                 f"take all from sampler.step_batches(batches), or construct the sampler with the micro_batches= that "
                 f"every step takes, got {self.micro_batches}"
             )
@@ -335,7 +344,7 @@ class MemberSampler:
         """The options that must be the same on all members, as text; also a sign of how this NumPy shuffles."""
         sign = zlib.crc32(_shuffled(1000, self._seed, 0).astype("<i8").tobytes())
         return [
-            f"sampler: samples={self.samples}, batch_size={self.batch_size}, micro_batches={self.micro_batches}, "
+            f"sampler: samples={self.samples}, batch_size={self._of_member}, micro_batches={self.micro_batches}, "
             f"balanced={self.balanced}, shuffle={self._shuffle}, seed={self._seed}, a shuffle's CRC {sign:08x}"
         ]
 
@@ -379,7 +388,7 @@ class MemberSampler:
             elif its.has_state:
                 taken += count  # of a step that others have skipped
             elif its.is_new:
-                share = range(end, end := end + self.micro_batches * self.batch_size)
+                share = range(end, end := end + self.micro_batches * self._of_member)
             shares.append(share)  # None: it is back, and its gradients are gone
             taken += 0 if share is None else len(share)
         in_flight = set(range(first, end)).difference(*(share for share in shares if share is not None))
@@ -389,7 +398,7 @@ class MemberSampler:
         rank = self._members.rank
         mine, own = standing[rank], shares[rank]
         given = self._round.given if mine.has_state and mine.round[0] == first else 0
-        factor = len(standing) * self.micro_batches * self.batch_size / taken if taken else 1.0
+        factor = len(standing) * self.micro_batches * self._of_member / taken if taken else 1.0
         self._round = Round(first, end, given=given, factor=factor)
         if own is not None:
             self._round = replace(self._round, start=own.start, count=len(own))
@@ -460,6 +469,7 @@ class MemberStream(IterableDataset[T]):
                 "makes it in a class with __iter__"
             )
         self.samples, self.batch_size, self._source = sampler.samples, sampler.batch_size, source
+        self._offset = sampler.offset
         self.starts_at: tuple[Place, Round] | None = None  # set by the sampler; workers get a copy
 
     def __iter__(self) -> Iterator[T]:
@@ -469,11 +479,11 @@ class MemberStream(IterableDataset[T]):
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         starts = islice(place.starts(now), worker, None, workers)  # a DataLoader takes batches from workers in turn
-        start = position = next(starts)
+        start = position = next(starts) + self._offset
         samples = self._read_from(start)
         while True:
             yield from islice(samples, start - position, start - position + self.batch_size)
-            position, start = start + self.batch_size, next(starts)
+            position, start = start + self.batch_size, next(starts) + self._offset
 
     def _read_from(self, position: int) -> Iterator[T]:
         epoch, first = (0, position) if self.samples is None else divmod(position, self.samples)

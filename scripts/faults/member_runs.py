@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from onebit.comm import PeerError, SimTransport
 from onebit.comm.transports.notes import Operation
 from onebit.comm.transports.simulated import SimNetwork
 from onebit.membership import Members, MembershipError, Patience, Rendezvous, Roster
+from onebit.membership.node import Node, NodeRendezvous
 
 
 class Killed(BaseException):
@@ -78,7 +80,10 @@ class MortalTransport(SimTransport):
 
 @dataclass
 class Hub:
-    """Where members meet. networks: by epoch. holds: a member waits for newcomers."""
+    """Where members meet. networks: by epoch. holds: a member waits for newcomers.
+
+    of_places: networks of the second and later ranks of nodes.
+    """
 
     founders: int
     timeout_s: float = 20.0
@@ -86,36 +91,49 @@ class Hub:
     min_members: int = 1
     store: HashStore = field(default_factory=HashStore)
     networks: dict[int, PartialNetwork] = field(default_factory=dict)
+    of_places: dict[int, dict[int, PartialNetwork]] = field(default_factory=lambda: defaultdict(dict))
     lock: threading.Lock = field(default_factory=threading.Lock)
     holds: threading.Event = field(default_factory=threading.Event)
 
-    def members(self, name: str, fuse: list[float]) -> Members:
+    def members(self, name: str, fuse: list[float], node: Node | None = None) -> Members:
+        """One member's transport. node: its ranks, if it has several; then that of one of them."""
         patience = Patience(beat_s=0.02, suspect_s=0.3, silent_s=0.6, wait_s=self.wait_s, look_s=0.02)
-        rendezvous = Rendezvous(
-            lambda: self.store,
-            name,
-            token="secret",
-            founders=self.founders,
-            min_members=self.min_members,
-            patience=patience,
-        )
+        place, first = 0 if node is None else node.transport.rank, None
+        if place == 0:
+            first = Rendezvous(
+                lambda: self.store,
+                name,
+                token="secret",
+                founders=self.founders,
+                min_members=self.min_members,
+                patience=patience,
+            )
 
         def connect(roster: Roster, rank: int) -> MortalTransport:
             with self.lock:
-                network = self.networks.setdefault(roster.epoch, PartialNetwork(len(roster.names), self.timeout_s))
+                new = PartialNetwork(len(roster.names), self.timeout_s)
+                networks = self.networks if place == 0 else self.of_places[place]
+                network = networks.setdefault(roster.epoch, new)
             transport = MortalTransport(network, rank)
             transport.fuse = fuse
             return transport
 
-        return Members(rendezvous, connect)
+        if node is None:
+            assert first is not None
+            return Members(first, connect)
+        return Members(NodeRendezvous(node, first, name, self.min_members, patience), connect, node)
 
 
 @dataclass
 class Run:
-    """The members of a run as threads. results: what `work(members)` gave, by name; errors: what it raised."""
+    """The members of a run as threads. results: what `work` gave, by name; errors: what it raised.
+
+    work: called with the transport of the members. In a run of nodes, whose ranks are named "a0", "a1", ..., also with
+    that between the ranks of the node.
+    """
 
     hub: Hub
-    work: Callable[[Members], Any]
+    work: Callable[..., Any]
     results: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, BaseException] = field(default_factory=dict)
     threads: list[threading.Thread] = field(default_factory=list)
@@ -135,6 +153,28 @@ class Run:
 
         self.threads.append(threading.Thread(target=live, daemon=True, name=name))
         self.threads[-1].start()
+
+    def start_node(self, name: str, fuses: Sequence[float]) -> None:
+        """A member of as many ranks as there are fuses: see `start`. If one ends, the others learn it at once."""
+        network = SimNetwork(len(fuses), self.hub.timeout_s)
+
+        def live(rank: int, fuse: float) -> None:
+            torch.set_num_threads(1)
+            local = SimTransport(network, rank)
+            members = None
+            try:
+                members = self.hub.members(name, [fuse], Node(local.split(range(len(fuses)))))
+                self.results[f"{name}{rank}"] = self.work(members, local)
+                members.close()
+            except BaseException as error:
+                self.errors[f"{name}{rank}"] = error
+                if members is not None:
+                    members.abandon()
+                local.abandon()
+
+        for rank, fuse in enumerate(fuses):
+            self.threads.append(threading.Thread(target=live, args=(rank, fuse), daemon=True, name=f"{name}{rank}"))
+            self.threads[-1].start()
 
     def wait(self, timeout_s: float = 60.0) -> None:
         """For the end of all, whatever they raised."""

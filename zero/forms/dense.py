@@ -100,8 +100,11 @@ class Dense(InNode):
             )
 
     @classmethod
-    def why_members_stay(cls, config: Config) -> str:
-        return "" if is_plain(config) and not offloads(config) else super().why_members_stay(config)
+    def why_members_stay(cls, given: Given) -> str:
+        config = given.config
+        if given.grid.device_mesh is not None:
+            return "its members are single ranks, and these have several; a one-bit optimizer goes on with them"
+        return "" if is_plain(config) and not offloads(config) else super().why_members_stay(given)
 
     @classmethod
     def build(cls, given: Given) -> Form:

@@ -60,12 +60,15 @@ class Replicated(OneBit, InNode):
         return is_plain(config) and config.optimizer is not None and config.optimizer.is_one_bit
 
     @classmethod
-    def why_members_stay(cls, config: Config) -> str:
+    def why_members_stay(cls, given: Given) -> str:
+        config = given.config
         if uses_files(config):
             return "its state is in files, and a newcomer gets tensors"
         if config.onebit.delay:
             return "a checkpoint of one member would land the step under way of all; give onebit.delay=0"
-        return "" if is_plain(config) else super().why_members_stay(config)
+        # Without a mesh a member is one rank, which has no shards: only masters in low precision, which FSDP2 places.
+        has_node = given.grid.device_mesh is not None
+        return "" if is_plain(config) or has_node else super().why_members_stay(given)
 
     @classmethod
     def make_optimizer(cls, given: Given, held: ModelParallelGroup) -> torch.optim.Optimizer:

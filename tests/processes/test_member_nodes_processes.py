@@ -1,0 +1,51 @@
+"""Engines over members of two ranks, as processes: a rank is killed, its node ends, and a new node takes its place."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import ranks
+from test_member_processes import Run
+
+SCRIPT = Path(__file__).with_name("member_node_ranks.py")
+
+
+class NodeRun(Run):
+    """A run of nodes. members: by name of the node and rank, as "a0"."""
+
+    def start_node(self, name: str, founders: int, stage: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in "01":
+            words = (str(SCRIPT), f"127.0.0.1:{self.port}", name, str(founders), str(self.folder / "end"), str(stage))
+            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            self.members[name + rank] = ranks.start(*words, output=self.output(name + rank), **places, **address)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("stage", [3, *(pytest.param(k, marks=pytest.mark.thorough) for k in (1, 2))])
+def test_a_node_ends_with_its_rank_and_another_takes_its_place(tmp_path: Path, stage: int) -> None:
+    """Stage 2 is in bf16."""
+    run = NodeRun(tmp_path)
+    run.serve()
+    try:
+        for name in "abc":
+            run.start_node(name, 3, stage)
+        run.await_line("a0", "step 15 of 3", 60)
+        run.members["b1"].kill()
+        run.await_line("a0", "of 2 members")
+        assert run.members["b0"].wait(30) == 1
+        assert "look at its log" in run.output("b0").read_text()
+        run.start_node("new", 3, stage)
+        run.await_line("new0", "of 3 members")
+        named = [f"{name}{rank}" for name in ("a", "c", "new") for rank in range(2)]
+        ends = dict(zip(named, run.ends(*named), strict=True))
+    finally:
+        run.end()
+    assert len({(end[0], *end[3:]) for end in ends.values()}) == 1, ends  # parameters, steps, learning rate
+    assert [end[1:3] for end in ends.values()] == [["1", "1"]] * 4 + [["0", "0"]] * 2
+    assert not any("gradients were changed" in run.output(name).read_text() for name in named)

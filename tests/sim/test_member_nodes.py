@@ -1,0 +1,245 @@
+"""Members of several ranks: a node comes and goes as a whole, and its ranks take each step together or not at all."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from faults.member_runs import Hub, Killed, Run
+from test_membership import await_newcomers
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import onebit
+from onebit import membership
+from onebit.comm import SimTransport, Transport
+from onebit.comm.messages import gather_tensors
+from onebit.comm.transports.simulated import SimNetwork
+from onebit.membership import Members, MembershipError, Rendezvous, begin, end
+from onebit.membership.node import Node
+from onebit.model_parallel import ModelParallelGroup
+
+INF = float("inf")
+ROWS, WIDTH = 6, 40
+
+
+class Cut:
+    """The placement of a tensor that is divided by rows."""
+
+    def is_replicate(self) -> bool:
+        return False
+
+
+def shard(rank: int, ranks: int) -> torch.nn.Parameter:
+    """This rank's rows of a matrix that the ranks of a node hold together."""
+    whole = torch.randn(ranks * ROWS, WIDTH, generator=torch.Generator().manual_seed(7))
+    p = torch.nn.Parameter(whole.chunk(ranks)[rank].clone())
+    p.device_mesh = SimpleNamespace(shape=(ranks,), mesh_dim_names=("shard",))  # type: ignore[attr-defined]
+    p.placements = (Cut(),)  # type: ignore[attr-defined]
+    return p
+
+
+def give_gradient(p: torch.nn.Parameter, local: Transport, draw: torch.Generator) -> None:
+    """This rank's rows of a gradient that depends on the whole matrix, as FSDP2 leaves them."""
+    whole = torch.cat(list(gather_tensors(local, p.detach())))  # hangs if one rank is a step ahead
+    grad: Any = (whole - torch.randn(whole.shape, generator=draw)).chunk(local.world_size)[local.rank]
+    grad.device_mesh, grad.placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
+    p.grad = grad
+
+
+def train(
+    members: Members, local: Transport, hub: Hub, steps: int, newcomers: int = 0, kind: Any = onebit.OnebitAdam
+) -> tuple[Tensor, int, int, int]:
+    """A shard after so many steps, and how many members went and came. Gradients need all ranks of the node."""
+    ranks = range(local.world_size)
+    parts = members.parts(ModelParallelGroup(local.split(ranks)))
+    p = shard(local.rank, local.world_size)
+    if kind is onebit.OnebitAdam:
+        kind = partial(kind, freeze_step=4, max_grad_norm=5.0, check_replicas_every=5)
+    optimizer = kind(
+        [p], lr=1e-2, compression="always", bucket_cap_mb=0.0005, transport=members, model_parallel_group=parts
+    )
+    begin(optimizer)
+    draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
+    while optimizer.steps_taken() < steps:
+        if newcomers and optimizer.steps_taken() == 8 and local.rank == 0:
+            await_newcomers(members, hub, newcomers)
+        give_gradient(p, local, draw)
+        optimizer.step()
+    optimizer.check_replicas()
+    end(optimizer)
+    return p.detach(), members.lost, members.joined, optimizer.stats.lost_residuals
+
+
+def run_of(hub: Hub, fuses: list[list[float]], **options: Any) -> Run:
+    run = Run(hub, lambda members, local: train(members, local, hub, **options))
+    for name, its in zip("abcdefgh", fuses, strict=False):
+        run.start_node(name, its)
+    return run
+
+
+def check(run: Run, ranks: int = 2) -> list[str]:
+    """All ranks at one place have the same bits; the ranks of a node have seen the same changes. The nodes that end."""
+    run.wait()
+    nodes = sorted({name[0] for name in run.results})
+    for rank in range(ranks):
+        (mine, *_), *others = (run.results[f"{name}{rank}"] for name in nodes)
+        assert all(torch.equal(mine, theirs) for theirs, *_ in others)
+    for name in nodes:
+        counts = {run.results[f"{name}{rank}"][1:3] for rank in range(ranks)}
+        assert len(counts) == 1, counts
+    for name, error in run.errors.items():
+        was_killed = any(isinstance(run.errors.get(f"{name[0]}{rank}"), Killed) for rank in range(ranks))
+        came_late = "the run has ended" in str(error)
+        is_meant = isinstance(error, MembershipError) and (was_killed or came_late)
+        assert is_meant or isinstance(error, Killed), error
+    return nodes
+
+
+def test_without_changes_a_node_trains_as_a_world_of_its_ranks() -> None:
+    run = run_of(Hub(2), [[INF, INF], [INF, INF]], steps=12)
+    assert check(run) == ["a", "b"]
+
+    def alone(column: SimTransport, local: SimTransport) -> Tensor:
+        p = shard(local.rank, 2)
+        group = ModelParallelGroup(local)
+        optimizer = onebit.OnebitAdam(
+            [p], lr=1e-2, freeze_step=4, max_grad_norm=5.0, compression="always", bucket_cap_mb=0.0005,
+            transport=column, model_parallel_group=group,
+        )  # fmt: skip
+        draw = torch.Generator().manual_seed(ord("ab"[column.rank]))
+        for _ in range(12):
+            give_gradient(p, local, draw)
+            optimizer.step()
+        return p.detach()
+
+    def of_world(transport: SimTransport) -> Tensor:
+        node, place = divmod(transport.rank, 2)
+        local = transport.split([2 * node, 2 * node + 1])
+        return alone(transport.split([place, place + 2]), local)
+
+    expected = onebit.comm.run_ranks(4, of_world)
+    assert all(torch.equal(run.results[name][0], p) for name, p in zip(("a0", "a1", "b0", "b1"), expected, strict=True))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("fuse", [60, 61.5, 100])
+def test_a_lost_rank_takes_its_node_along_and_the_others_go_on(place: int, fuse: float) -> None:
+    fuses = [[INF, INF] for _ in range(3)]
+    fuses[1][place] = fuse
+    run = run_of(Hub(3), fuses, steps=20)
+    assert check(run) == ["a", "c"]
+    assert run.results["a0"][1:3] == run.results["a1"][1:3] == (1, 0)
+    assert isinstance(run.errors[f"b{1 - place}"], MembershipError)
+
+
+def test_a_new_node_takes_over_all_parts() -> None:
+    hub = Hub(2)
+    run = run_of(hub, [[INF, INF], [INF, INF]], steps=20, newcomers=1)
+    assert hub.holds.wait(30)
+    run.start_node("n", [INF, INF])
+    assert check(run) == ["a", "b", "n"]
+    assert run.results["a0"][1:3] == (0, 1) and run.results["n1"][1:3] == (0, 0)
+
+
+def test_optimizers_without_parts_on_all_ranks_of_a_member_are_refused() -> None:
+    def work(members: Members, local: Transport) -> list[str]:
+        group = ModelParallelGroup(local.split(range(local.world_size)))
+        p, said = shard(local.rank, local.world_size), []
+        for make in (
+            lambda: onebit.OnebitAdam([p], transport=members),
+            lambda: onebit.OnebitAdam([p], transport=members, model_parallel_group=group),
+            lambda: onebit.OnebitAdam([p], transport=members, model_parallel_group=members.parts(group), delay=1),
+            lambda: onebit.LocalSteps(torch.optim.SGD([p], lr=0.1), every=2, transport=members),
+            lambda: onebit.AveragedSteps(torch.optim.SGD([p], lr=0.1), transport=members),
+            lambda: membership.MemberSampler(members, 64, 4, balanced=True),
+            lambda: members.parts(ModelParallelGroup(SimTransport())),
+            lambda: members.parts(ModelParallelGroup(SimTransport(), stages=local)),
+        ):
+            with pytest.raises(ValueError) as told:
+                make()
+            said.append(str(told.value))
+        return said
+
+    hub = Hub(1)
+    run = Run(hub, work)
+    run.start_node("a", [INF, INF])
+    run.wait()
+    assert not run.errors
+    parts = "the ranks of a member are those that hold its model together"
+    words = [
+        parts,
+        parts,
+        "use delay=0",
+        "this one has several",
+        "divides its model",
+        "balanced=False",
+        "2 ranks",
+        "2 ranks",
+    ]
+    for said in run.results.values():
+        assert all(word in text for word, text in zip(words, said, strict=True)), said
+
+
+def test_members_have_the_same_number_of_ranks() -> None:
+    hub = Hub(1)
+    hub.members("a", [INF])
+    network = SimNetwork(1)
+    node = Node(SimTransport(network, 0))
+    assert hub.members("b", [INF], node).rendezvous.name == "b"
+    with pytest.raises(ValueError, match="the members of this run have 1 ranks each, and this one has 3"):
+        Rendezvous(lambda: hub.store, "c", token="secret", ranks=3)
+
+
+def test_ranks_of_members_draw_each_sample_once() -> None:
+    """And if a member goes, only its own samples are not seen."""
+
+    def work(members: Members, local: Transport) -> list[int]:
+        parts = members.parts(ModelParallelGroup(local.split(range(local.world_size))))
+        p = shard(local.rank, local.world_size)
+        optimizer = onebit.OnebitAdam(
+            [p], lr=1e-2, compression="always", transport=members, model_parallel_group=parts, freeze_step=2
+        )
+        options: dict[str, Any] = {"part": (local.rank, local.world_size), "shuffle": False}
+        sampler = membership.MemberSampler(members, 1000, 4, **options)
+        begin(optimizer, sampler=sampler)
+        batches = sampler.batches(DataLoader(range(1000), batch_sampler=sampler))  # type: ignore[arg-type]
+        draw, seen = torch.Generator().manual_seed(ord(members.rendezvous.name)), list[int]()
+        while optimizer.steps_taken() < 8:
+            seen += next(batches).tolist()
+            give_gradient(p, local, draw)
+            optimizer.step()
+        end(optimizer)
+        return seen
+
+    def seen_of(fuses: dict[str, float]) -> list[int]:
+        run = Run(Hub(len(fuses)), work)
+        for name, fuse in fuses.items():
+            run.start_node(name, [INF, fuse])
+        run.wait()
+        assert {name[0] for name in run.results} == {name for name, fuse in fuses.items() if fuse == INF}
+        return sorted(k for seen in run.results.values() for k in seen)
+
+    assert seen_of({"a": INF, "b": INF}) == list(range(8 * 16))
+    seen = seen_of({"a": INF, "b": 30, "c": INF})
+    lost = sorted(set(range(seen[-1] + 1)).difference(seen))
+    assert len(set(seen)) == len(seen) and lost and len(lost) % 8 == 0
+    assert len({k // 8 % 3 for k in lost}) == 1  # those of b's two ranks, in each step
+
+
+@pytest.mark.parametrize("kind", [onebit.OnebitAdam, onebit.ZeroOneAdam], ids=["1-bit", "0/1"])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(k, marks=pytest.mark.thorough) for k in range(3, 10))])
+def test_random_changes_leave_nodes_equal(kind: Any, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+
+    def fuse() -> float:
+        return INF if draw.random() < 0.6 else int(draw.integers(10, 400)) / 2
+
+    run = run_of(Hub(4), [[INF, INF], *([fuse(), fuse()] for _ in range(3))], steps=40, kind=kind)
+    for name in "wxyz":
+        run.start_node(name, [fuse(), fuse()])
+    assert "a" in check(run)
