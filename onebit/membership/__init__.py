@@ -6,10 +6,10 @@
     ...                                     # the loop as it was
     onebit.membership.end(optimizer)
 
-A member is a rank. `rendezvous.py` agrees on the members, `members.py` is the transport between the current ones, and
-`change.py` brings an optimizer from one set of members to the next, `sampler.py` the order of the data.
-`residuals.py` counts what is lost, and
-`published.py` is what onlookers may know.
+A member is a rank, or a node whose ranks divide the model (`node.py`). `rendezvous.py` agrees on the members,
+`members.py` is the transport between the current ones, `change.py` brings an optimizer from one set of members to the
+next, and `sampler.py` the order of the data. `residuals.py` counts what is lost, and `published.py` is what onlookers
+may know.
 """
 
 from .buffers import Buffers

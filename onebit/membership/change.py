@@ -362,7 +362,7 @@ def _receive(part: Transport, source: int) -> State:
 
 def _report(members: Members, found: Change, steps: int, why: PeerError | None) -> None:
     assert members.roster is not None
-    if members.rank == 0:
+    if members.speaks:
         lost = f"; lost: {', '.join(found.lost)} ({why})" if found.lost else ""
         if found.gone.elements:
             lost += f", with {found.gone.elements} residuals, of norm {found.gone.norm:.3g} in the mean"

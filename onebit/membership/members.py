@@ -151,6 +151,11 @@ class Members(Transport):
         """
         return here if self.node is None else self.node.check(is_due=here)
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank logs what concerns all: the first rank of the first member."""
+        return self.rank == 0 and (self.node is None or self.node.transport.rank == 0)
+
     def parts(self, group: ModelParallelGroup) -> ModelParallelGroup:
         """The ranks of this member, for an optimizer whose model they hold together.
 

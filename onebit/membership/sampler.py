@@ -407,7 +407,7 @@ class MemberSampler:
         self._heard = -1
 
     def _name_lost(self, positions: set[int], why: str) -> None:
-        if not positions or self._members.rank > 0 or self._members.roster is None:
+        if not positions or not self._members.speaks or self._members.roster is None:
             return
         found = sorted(positions)
         runs = [[k for _, k in run] for _, run in groupby(enumerate(found), lambda pair: pair[1] - pair[0])]
