@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 STANDING_BYTES = 320
 """Length of a member's `Standing` as JSON, padded: room for numbers of 18 digits."""
 
+_TELL_OF_IDLE = (5, 50, 500, 5000)
+
 PIECE_BYTES = 4 << 20
 """A state is sent in pieces, each within the transport's timeout: four seconds of a link at 10 Mbit/s."""
 
@@ -220,6 +222,17 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
     found = Change(took_step, is_back, lost, joined, gone, members.sent_bytes - sent, time.monotonic() - began)
     members.rendezvous.note_change(optimizer, found.seconds, "" if why is None else str(why))
     _report(members, found, optimizer.steps_taken(), why)
+    members.idle_changes = members.idle_changes + 1 if members.met_at == (names, optimizer.progress()) else 0
+    members.met_at = names, optimizer.progress()
+    if members.idle_changes in _TELL_OF_IDLE:
+        log.warning(
+            "%s: these %d members have met %d times without taking a step: either the network between them loses "
+            "messages, or their scripts call step(), sync() and check_replicas() in different orders (%s)",
+            members.rendezvous.name,
+            len(names),
+            members.idle_changes + 1,
+            why,
+        )
     return found
 
 

@@ -92,6 +92,8 @@ class Members(Transport):
         joined: Number of members that have come since this one began.
         travels: Other objects whose state a newcomer gets, by name.
         sampler: The one among them that divides the data; None if there is none.
+        met_at: The members of the last change, and how far this one was.
+        idle_changes: Number of changes since then with the same members and no step.
     """
 
     ranks_change = True
@@ -103,6 +105,8 @@ class Members(Transport):
         self.lost = self.joined = 0
         self.travels: Mapping[str, Travels] = {}
         self.sampler: DividesData | None = None
+        self.met_at: object = None
+        self.idle_changes = 0
         self._residuals, self._residual_norm = Residuals(), RunningResidualNorm()
         self._now: Transport = SimTransport()
         self._sent_before = self._sent_before_inter_node = 0

@@ -1,6 +1,7 @@
 """Simulated members that come and go: a thousand changes in minutes, each at a random operation of a random member.
 
-Members are threads over one store. Promised after each change: within `PATIENCE_S` all living members take steps
+Members are threads over one store, or two threads as a node whose ranks hold a model together; then one of both has
+the member's fate. Promised after each change: within `PATIENCE_S` all living members take steps
 together again, none of them has ended, and in every step that two of them have taken they had the same bits. At the
 end the loss is near that of a run without changes.
 """
@@ -10,12 +11,13 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,11 +27,14 @@ from torch.distributed import HashStore
 import onebit
 from faults.case import AS_PROMISED, HUNG, REFUSED, SILENT, Case, Outcome, Tools
 from faults.member_runs import Killed, PartialNetwork
-from onebit.comm import PeerError, SimTransport, Transport, Work
+from onebit.comm import PeerError, SimTransport, Work
+from onebit.comm.transports.simulated import SimNetwork
 from onebit.membership import Members, Patience, Rendezvous, Roster, begin, end
 from onebit.membership.members import Connect
+from onebit.membership.node import Node, NodeRendezvous
+from onebit.model_parallel import ModelParallelGroup
 
-CHANGES, QUICK_CHANGES, FOUNDERS = 100, 5, 3
+CHANGES, QUICK_CHANGES, FOUNDERS, NODE = 100, 5, 3, 2
 PATIENCE_S = 60.0
 TIMEOUT_S = 1.0
 _LEAST, _MOST, _BATCH, _WIDTH = 2, 5, 16, 16
@@ -37,7 +42,7 @@ _SYNC_EVERY = 4  # steps
 _MOST_OPERATIONS = 60  # of a member until its fate: a few steps, or a change
 
 KINDS = (
-    "OnebitAdam", "OnebitAdam, delayed", "OnebitLamb", "OnebitMuon", "ZeroOneAdam", "LocalSteps",
+    "OnebitAdam", "OnebitAdam, delayed", "OnebitAdam, nodes", "OnebitLamb", "OnebitMuon", "ZeroOneAdam", "LocalSteps",
     "LocalSteps, momentum", "LocalSteps, balanced", "LocalSteps, delayed", "AdamW", "Muon", "Lion",
 )  # fmt: skip
 
@@ -122,31 +127,42 @@ class Door:
 
 @dataclass
 class Hub:
-    """Where members meet. networks: by epoch, and by the first member's name, as a store may forget."""
+    """Where members meet. networks: by epoch and the members' names, as a store may forget, and by rank of a node."""
 
     store: HashStore = field(default_factory=lambda: new_store())
     is_away: threading.Event = field(default_factory=threading.Event)
-    networks: dict[Roster, PartialNetwork] = field(default_factory=dict)
+    networks: dict[tuple[Roster, int], PartialNetwork] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def members(self, name: str, fate: Fate, digests: dict[int, int]) -> RememberingMembers:
+    def members(self, name: str, fate: Fate, digests: dict[int, int], local: SimTransport) -> RememberingMembers:
+        """The transport of a rank. local: between the ranks of its member."""
         patience = Patience(
             beat_s=0.03, suspect_s=0.5, silent_s=1.0, busy_s=PATIENCE_S, wait_s=PATIENCE_S, look_s=0.03, away_s=30.0
         )
-        thread = threading.current_thread()
-        rendezvous = Rendezvous(
-            lambda: Door(self, fate, thread), name, token="secret", founders=FOUNDERS, patience=patience
-        )
+        thread, place, ranks, first = threading.current_thread(), local.rank, local.world_size, None
+        if place == 0:
+            first = Rendezvous(
+                lambda: Door(self, fate, thread),
+                name,
+                token="secret",
+                founders=FOUNDERS,
+                patience=patience,
+                ranks=ranks,
+            )
+        node = None if ranks == 1 else Node(local.split(range(ranks)))
+        rendezvous = first if node is None else NodeRendezvous(node, first, name, 1, patience)
+        assert rendezvous is not None
 
         def connect(roster: Roster, rank: int) -> FatedTransport:
             rendezvous.confirm(roster, "present")
             with self.lock:
-                network = self.networks.setdefault(roster, PartialNetwork(len(roster.names), TIMEOUT_S))
+                new = PartialNetwork(len(roster.names), TIMEOUT_S)
+                network = self.networks.setdefault((roster, place), new)
             transport = FatedTransport(network, rank)
             transport.fate = fate
             return transport
 
-        return RememberingMembers(rendezvous, connect, digests)
+        return RememberingMembers(rendezvous, connect, node, digests)
 
 
 class RememberingMembers(Members):
@@ -157,11 +173,13 @@ class RememberingMembers(Members):
     compared meanwhile; after its next step would be too late, as theirs may end before its own does.
 
     Args:
-        digests: `Life.digests` of this member.
+        digests: `Life.digests` of this rank.
     """
 
-    def __init__(self, rendezvous: Rendezvous, connect: Connect, digests: dict[int, int]):
-        super().__init__(rendezvous, connect)
+    def __init__(
+        self, rendezvous: Rendezvous | NodeRendezvous, connect: Connect, node: Node | None, digests: dict[int, int]
+    ):
+        super().__init__(rendezvous, connect, node)
         self._digests = digests
 
     def enter_next(self, why: PeerError | None) -> None:
@@ -181,25 +199,53 @@ def new_store() -> HashStore:
 
 @dataclass
 class Life:
-    """A member. digests: by step, of the bits that all members have then."""
+    """A member. digests: of each rank, by step, of the bits that its counterparts in all members have then."""
 
-    thread: threading.Thread
     fate: Fate
+    digests: list[dict[int, int]]
+    threads: list[threading.Thread] = field(default_factory=list)
     steps: int = 0
     size: int = 0
-    digests: dict[int, int] = field(default_factory=dict)
     loss: float = float("nan")
     error: BaseException | None = None
 
+    def is_alive(self) -> bool:
+        return any(thread.is_alive() for thread in self.threads)
 
-def net() -> nn.Sequential:
-    torch.manual_seed(3)
+    def join(self, seconds: float) -> None:
+        for thread in self.threads:
+            thread.join(seconds)
+
+
+def net(rank: int) -> nn.Sequential:
+    torch.manual_seed(3 + rank)
     return nn.Sequential(nn.Linear(_WIDTH, 2 * _WIDTH), nn.Tanh(), nn.Linear(2 * _WIDTH, _WIDTH))
 
 
-def make(kind: str, model: nn.Sequential, transport: Transport) -> Any:
+class Shard:
+    """The placement of a part of a model that the ranks of a node hold together."""
+
+    def is_replicate(self) -> bool:
+        return False
+
+
+_SHARDS = (Shard(),)
+
+
+def place(tensors: Iterable[Tensor | None]) -> None:
+    """Mark these as parts of which each rank of a node has another, as FSDP2 does."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.device_mesh = SimpleNamespace(shape=(NODE,), mesh_dim_names=("shard",))  # type: ignore[attr-defined]
+            tensor.placements = _SHARDS  # type: ignore[attr-defined]
+
+
+def make(kind: str, model: nn.Sequential, transport: RememberingMembers, local: SimTransport) -> Any:
     name, _, form = kind.partition(", ")
     common: dict[str, Any] = {"lr": 3e-3, "transport": transport, "bucket_cap_mb": 0.002}
+    if form == "nodes":
+        parts = transport.parts(ModelParallelGroup(local.split(range(local.world_size))))
+        common |= {"model_parallel_group": parts, "overlap": False}
     if name == "LocalSteps":
         options: dict[str, Any] = {"balanced": form == "balanced"}
         options |= {"outer_lr": 0.7, "outer_momentum": 0.9} if form == "momentum" else {}
@@ -215,10 +261,19 @@ def make(kind: str, model: nn.Sequential, transport: Transport) -> Any:
     return getattr(onebit, name)(groups, compression="always", **common, **options)
 
 
-def loss_of(model: nn.Module) -> float:
+def loss_of(model: nn.Module, local: SimTransport) -> float:
     x = torch.randn(256, _WIDTH, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return float((model(x) - x).square().mean())
+        return float(backward(model(x), x, local))
+
+
+def backward(out: Tensor, x: Tensor, local: SimTransport) -> Tensor:
+    """The loss of a model whose output is the sum over the ranks of a node, and its gradients if it has any."""
+    whole = out.detach().clone()
+    local.all_reduce(whole).wait()  # a rank that is a step ahead of another would hang here
+    if out.requires_grad:
+        out.backward(2.0 / x.numel() * (whole - x))
+    return (whole - x).square().mean()
 
 
 # ---------------------------------------------------------------- a run and its changes
@@ -236,45 +291,57 @@ class Run:
     end: float = float("inf")
 
     def start(self) -> str:
-        name, fate = f"m{len(self.everyone)}", Fate()
+        name, fate, ranks = f"m{len(self.everyone)}", Fate(), NODE if self.kind.endswith("nodes") else 1
         fate.runs.set()
-        life = Life(threading.Thread(target=lambda: self._live(name), daemon=True, name=name), fate)
+        life = Life(fate, [{} for _ in range(ranks)])
         self.lives[name] = self.everyone[name] = life
-        life.thread.start()
+        network, fated = SimNetwork(ranks, 2 * PATIENCE_S), self.random.randrange(ranks)
+        for rank in range(ranks):
+            live = partial(self._live, name, SimTransport(network, rank), is_fated=rank == fated)
+            life.threads.append(threading.Thread(target=live, daemon=True, name=f"{name}.{rank}"))
+        for thread in life.threads:
+            thread.start()
         return name
 
-    def _live(self, name: str) -> None:
-        life, members = self.everyone[name], None
+    def _live(self, name: str, local: SimTransport, *, is_fated: bool) -> None:
+        life, members, fate = self.everyone[name], None, Fate()
+        fate.runs.set()
         try:
-            members = self.hub.members(name, life.fate, life.digests)
-            self._train(members, life, torch.Generator().manual_seed(zlib.crc32(name.encode())))
+            members = self.hub.members(name, life.fate if is_fated else fate, life.digests[local.rank], local)
+            self._train(members, life, local, torch.Generator().manual_seed(zlib.crc32(name.encode())))
         except BaseException as error:
             life.error = error
             if members is not None:
                 members.abandon()
+            local.abandon()
 
-    def _train(self, members: RememberingMembers, life: Life, draw: torch.Generator) -> None:
-        model = net()
-        optimizer = make(self.kind, model, members)
+    def _train(self, members: RememberingMembers, life: Life, local: SimTransport, draw: torch.Generator) -> None:
+        model, digests = net(local.rank), life.digests[local.rank]
+        if members.node is not None:
+            place(model.parameters())
+        optimizer = make(self.kind, model, members, local)
         begin(optimizer)
         while optimizer.steps_taken() < self.end:
             x = torch.randn(_BATCH, _WIDTH, generator=draw)
-            (model(x) - x).square().mean().backward()
+            backward(model(x), x, local)
+            if members.node is not None:
+                place(p.grad for p in model.parameters())
             optimizer.step()
             optimizer.zero_grad()
             if isinstance(optimizer, onebit.OnebitAdam) and optimizer.progress()[0] % _SYNC_EVERY == 0:
                 optimizer.sync()
-            life.steps, life.size = optimizer.steps_taken(), members.world_size
+            if local.rank == 0:
+                life.steps, life.size = optimizer.steps_taken(), members.world_size
             if isinstance(optimizer, onebit.LocalSteps):
                 is_same = optimizer.is_at_anchor()
             else:  # with a delay parameters look ahead in between: by the last bits not the same on all
                 is_same = getattr(optimizer, "step_under_way", None) is None
             if is_same:
-                life.digests[life.steps] = digest(model)
+                digests[optimizer.steps_taken()] = digest(model)
         if isinstance(optimizer, (onebit.LocalSteps, onebit.OnebitAdam)):
             optimizer.sync()
         end(optimizer)
-        life.digests[0], life.loss = digest(model), loss_of(model)
+        digests[0], life.loss = digest(model), loss_of(model, local)
 
     def doom(self, kind: str, count: int = 1, seconds: float = 0.0) -> list[Life]:
         """Let some members meet a fate within their next operations; those that are killed leave `lives`."""
@@ -289,8 +356,8 @@ class Run:
     def settled(self) -> Outcome | None:
         """Wait until all living members step together. What is wrong; None: nothing."""
         began = time.monotonic()
-        met = [life for life in self.everyone.values() if life.thread.is_alive()]
-        while any(life.fate.operations < float("inf") and life.thread.is_alive() for life in met):
+        met = [life for life in self.everyone.values() if life.is_alive()]
+        while any(life.fate.operations < float("inf") and life.is_alive() for life in met):
             if time.monotonic() - began > PATIENCE_S:
                 return Outcome("", HUNG, "a member takes no operations")
             time.sleep(0.005)
@@ -309,10 +376,13 @@ class Run:
 
     def differing(self) -> str:
         """The members whose bits differ in a step that both have taken."""
-        seen: dict[int, tuple[str, int]] = {}
+        seen: dict[tuple[int, int], tuple[str, int]] = {}
         for name, life in self.lives.items():
-            for step, bits in list(life.digests.items()):
-                first, expected = seen.setdefault(step, (name, bits))
+            its = [
+                (step, rank, bits) for rank, of_rank in enumerate(life.digests) for step, bits in list(of_rank.items())
+            ]
+            for step, rank, bits in its:
+                first, expected = seen.setdefault((step, rank), (name, bits))
                 if bits != expected:
                     return f"{first} and {name} have different bits after step {step}"
         return ""
@@ -321,8 +391,8 @@ class Run:
         """Let all end at one step. What is wrong; None: nothing."""
         self.end = max(life.steps for life in self.lives.values()) + 40
         for name, life in self.lives.items():
-            life.thread.join(PATIENCE_S)
-            if life.thread.is_alive() or life.error is not None:
+            life.join(PATIENCE_S)
+            if life.is_alive() or life.error is not None:
                 return Outcome("", HUNG if life.error is None else REFUSED, f"{name} at the end: {life.error}"[:300])
         return Outcome("", SILENT, wrong) if (wrong := self.differing()) else None
 
@@ -370,7 +440,7 @@ def _fault_amid_a_change(run: Run) -> str:
     if len(run.lives) < _LEAST + 2:
         return _join(run)
     (first,) = run.doom("kill")
-    first.thread.join(PATIENCE_S)
+    first.join(PATIENCE_S)
     kind = run.random.choice(["kill", "stop", "cut"])
     run.doom(kind, seconds=0.8)
     return f"one is killed, and amid the change one meets: {kind}"
@@ -400,7 +470,7 @@ def _undisturbed(kind: str, steps: int) -> float:
     for _ in range(FOUNDERS):
         run.start()
     for life in run.lives.values():
-        life.thread.join(PATIENCE_S)
+        life.join(PATIENCE_S)
     return next(iter(run.lives.values())).loss
 
 

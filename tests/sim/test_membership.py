@@ -352,7 +352,7 @@ def test_a_step_taken_alone_is_not_compared_with_the_run(monkeypatch: pytest.Mon
 
     def launch_late(bucket: Bucket, *args: Any, **options: Any) -> None:
         is_last = any(p.shape == (32, 16) for p in bucket.params)
-        if is_last and armed.is_set() and threading.current_thread().name == "m1":
+        if is_last and armed.is_set() and threading.current_thread().name == "m1.0":
             armed.clear()
             fate = run.lives["m1"].fate
             fate.kind, fate.seconds, fate.operations = "stop", 2.0, 1
@@ -362,7 +362,7 @@ def test_a_step_taken_alone_is_not_compared_with_the_run(monkeypatch: pytest.Mon
     def step_late(optimizer: onebit.AveragedSteps) -> None:
         before = optimizer.transport.roster
         step(optimizer)
-        if stopped_after and optimizer.transport.roster != before and threading.current_thread().name == "m1":
+        if stopped_after and optimizer.transport.roster != before and threading.current_thread().name == "m1.0":
             time.sleep(0.2)
 
     monkeypatch.setattr(Bucket, "launch", launch_late)
@@ -374,7 +374,7 @@ def test_a_step_taken_alone_is_not_compared_with_the_run(monkeypatch: pytest.Mon
     while not stopped_after:
         time.sleep(0.005)
     assert run.settled() is None
-    (last,), its, others = stopped_after, run.lives["m1"].digests, run.lives["m0"].digests
+    (last,), its, others = stopped_after, run.lives["m1"].digests[0], run.lives["m0"].digests[0]
     assert last in its and last + 1 not in its and {last, last + 1} <= others.keys()
     assert run.finish() is None
 
@@ -1327,3 +1327,15 @@ def test_what_cannot_travel_is_told() -> None:
     run = founded(Hub(2), work, [INF, INF])
     run.wait()
     assert any("must have a state_dict of tensors" in str(error) for error in run.errors.values())
+
+
+def test_members_that_meet_again_and_again_are_told_why(caplog: pytest.LogCaptureFixture) -> None:
+    def work(members: Members) -> None:
+        optimizer = adam(net(), members)
+        begin(optimizer)
+        for _ in range(6):
+            change(optimizer, members, PeerError("in another operation"))
+
+    founded(Hub(2), work, [INF, INF]).join()
+    assert "these 2 members have met 6 times without taking a step" in caplog.text
+    assert "(in another operation)" in caplog.text
