@@ -38,7 +38,7 @@ CHANGES, QUICK_CHANGES, FOUNDERS, NODE = 100, 5, 3, 2
 PATIENCE_S = 60.0
 TIMEOUT_S = 1.0
 _LEAST, _MOST, _BATCH, _WIDTH = 2, 5, 16, 16
-_SYNC_EVERY = 4  # steps
+_EVERY = _SYNC_EVERY = 4  # steps
 _MOST_OPERATIONS = 60  # of a member until its fate: a few steps, or a change
 
 KINDS = (
@@ -251,7 +251,7 @@ def make(kind: str, model: nn.Sequential, transport: RememberingMembers, local: 
         options |= {"outer_lr": 0.7, "outer_momentum": 0.9} if form == "momentum" else {}
         options |= {"fragments": 2, "delay": 2} if form == "delayed" else {}
         inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        return onebit.LocalSteps(inner, every=4, transport=transport, bucket_cap_mb=0.002, **options)
+        return onebit.LocalSteps(inner, every=_EVERY, transport=transport, bucket_cap_mb=0.002, **options)
     groups = onebit.muon_groups(model, head=model[2]) if "Muon" in name else model.parameters()
     if name in ("AdamW", "Muon", "Lion"):
         inner = getattr(torch.optim if name == "AdamW" else onebit, name)(groups, lr=3e-3)
@@ -361,7 +361,9 @@ class Run:
             if time.monotonic() - began > PATIENCE_S:
                 return Outcome("", HUNG, "a member takes no operations")
             time.sleep(0.005)
-        before = {name: life.steps for name, life in self.lives.items()}
+        # Local steps notice a cut in the next round: a whole one must follow.
+        rounds = 2 * _EVERY if self.kind.startswith("LocalSteps") else 0
+        before = {name: life.steps + rounds for name, life in self.lives.items()}
         while True:
             for name, life in self.lives.items():
                 if life.error is not None:
