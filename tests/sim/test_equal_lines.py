@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 import onebit
-from onebit.agreement.replicas import unequal_lines
+from onebit.agreement.replicas import differing, unequal_lines
 from onebit.comm import SimTransport, run_ranks
 
 RANKS = 4
@@ -31,6 +31,22 @@ def test_all_ranks_name_the_two_that_differ_and_their_line(odd: int, given: list
     expected = entry.get(odd, "entry 2 is more on rank 2 and nothing on rank 3")
     for number, text in enumerate(run_ranks(RANKS, rank)):
         assert text.startswith(f"rank {number}: the lines differ between ranks: {expected}; ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+def test_one_bit_of_one_tensor_is_found(dtype: torch.dtype) -> None:
+    """Any of them. Modulo 2^64 an even factor loses the highest: the sign of a float64."""
+    cases = [(k, bit) for k in range(3) for bit in range(8 * dtype.itemsize)]
+
+    def rank(transport: SimTransport) -> list[dict[int, list[int]]]:
+        found = []
+        for k, bit in cases:
+            tensors = [torch.arange(5).to(dtype) for _ in range(3)]
+            tensors[k].view(torch.uint8)[2 * dtype.itemsize + bit // 8] ^= transport.rank << bit % 8
+            found.append(differing(transport, tensors))
+        return found
+
+    assert run_ranks(2, rank) == [[{1: [k]} for k, _ in cases]] * 2
 
 
 @pytest.mark.parametrize("odd", range(RANKS))
