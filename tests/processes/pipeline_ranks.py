@@ -260,6 +260,34 @@ def moves(folder: str) -> dict:
     return facts
 
 
+def moves_a_layer(folder: str) -> dict:
+    """From three stages to three of which only the first has the same layers: its layers, and the losses, each twice.
+
+    The losses are those of staying and those of moving.
+    """
+    init("gloo", levels=1)
+    grid = grids.start(pipe=3, shard=1)
+    sizes = [(4, 4), (4, 4), (4, 8), (8, 2), (2, 2), (2, 4)]
+    batches = [(torch.randn(2, 4, generator=torch.Generator().manual_seed(k)), torch.zeros(2, 4)) for k in range(3)]
+    facts: dict = {"layers": [], "losses": []}
+    for cut in ("uniform", "parameters"):
+        layers = [zero.LayerSpec(nn.Linear, *size) for size in sizes]
+        model = zero.PipelineModule(layers, loss_fn=nn.functional.mse_loss, partition_method=cut)
+        case = {"optimizer": "OneBitAdam", "pipe": 3, "micro_batches": 3, "pipeline": {"partition": cut}}
+        config = config_of(case, 1) | {"train_micro_batch_size_per_gpu": 2}
+        engine = zero.initialize(model=model, config=config, grid=grid)[0]
+        if cut == "parameters":
+            engine.load_checkpoint(folder)
+        else:
+            for _ in range(SAVED):
+                engine.train_batch(iter(batches))
+            engine.save_checkpoint(folder)
+        facts["layers"].append([name for name, _ in engine.module.named_parameters()])
+        facts["losses"].append([float(engine.train_batch(iter(batches))) for _ in range(SAVED, LAST)])
+    grid.close()
+    return facts
+
+
 class OfOneTuple(nn.Module):
     """A layer as DeepSpeed's scripts write it: one argument, a tuple with a mask in it."""
 

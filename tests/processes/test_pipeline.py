@@ -267,6 +267,16 @@ def test_every_optimizer_moves_between_stages_and_none(tmp_path: Path) -> None:
             assert moved == pytest.approx(stayed, rel=1e-3 if name.startswith("AdamW") else 4e-2), name
 
 
+def test_a_stage_that_keeps_its_layers_loads_with_those_that_do_not(tmp_path: Path) -> None:
+    """All ranks cut their state from the old ones' if one has to."""
+    ended = run_torchrun(3, pipeline_ranks.moves_a_layer, str(tmp_path), timeout_s=60).check()
+    for rank, facts in enumerate(ended.results):
+        assert isinstance(facts, dict)
+        (before, after), (stayed, moved) = facts["layers"], facts["losses"]
+        assert (before == after) == (rank == 0)
+        assert moved == pytest.approx(stayed, rel=1e-5)
+
+
 def test_a_module_that_was_cut_trains(behaviour: list[dict]) -> None:
     assert all(facts["a module that was cut trains"] for facts in behaviour)
 
