@@ -33,7 +33,7 @@ from .encoded import decoder_of
 from .engine import InferenceEngine, cache_name, longest, outputs_of, why_no_decoding
 from .experts import quantize_experts
 from .layers import quantize, serve_linears
-from .packed import Groups, Rows
+from .packed import Matrix
 from .pipeline import Elsewhere, Together, cut, outline_of
 from .split import plan_of, split
 
@@ -219,16 +219,16 @@ def _recast(model: nn.Module, dtype: torch.dtype | None) -> None:
                 x = p.detach()
                 made[id(p)] = nn.Parameter(x.to(dtype) if dtype and x.is_floating_point() else x, requires_grad=False)
             module._parameters[name] = made[id(p)]
-        if dtype and isinstance(module, Rows | Groups | Elsewhere):
+        if dtype and isinstance(module, Elsewhere):
             module.dtype = dtype
-        elif dtype and not isinstance(module, ActivationQuantization):
+        elif dtype and not isinstance(module, ActivationQuantization | Matrix):
             for name in module._buffers.keys() - module._non_persistent_buffers_set:
                 if (buffer := module._buffers[name]) is not None and buffer.is_floating_point():
                     module._buffers[name] = buffer.to(dtype)
 
 
 def _is_packed(model: nn.Module) -> bool:
-    return any(isinstance(module, Rows | Groups) for module in model.modules())
+    return any(isinstance(module, Matrix) for module in model.modules())
 
 
 def _load(model: nn.Module, config: InferenceConfig) -> None:

@@ -21,7 +21,23 @@ FEW_ROWS = 64
 """Above this, converting a matrix of int8 to floats and multiplying these is faster."""
 
 
-class Rows(nn.Module):
+class Matrix(nn.Module):
+    """A packed matrix, of buffers alone but for an empty parameter with the dtype of products.
+
+    transformers asks a model's first parameter for its dtype and device, and a model may have no other. Casts change
+    the parameter, and so the products' dtype.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.of_products = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.of_products.dtype
+
+
+class Rows(Matrix):
     """A matrix in int8: w ≈ rows · scale + offset, these float32 for each row. Products have the dtype given.
 
     Rows are padded with zeros to a multiple of 16: torch's product reads past the end of shorter ones, into other
@@ -29,8 +45,8 @@ class Rows(nn.Module):
     """
 
     def __init__(self, rows_NK: Tensor, scale_N: Tensor, dtype: torch.dtype, offset_N: Tensor | None = None):
-        super().__init__()
-        self.dtype, (self.N, self.K) = dtype, rows_NK.shape
+        super().__init__(dtype, rows_NK.device)
+        self.N, self.K = rows_NK.shape
         self.rows_NK, self.scale_N = nn.Buffer(_lengthened(rows_NK, self.K + -self.K % 16)), nn.Buffer(scale_N)
         self.offset_N = None if offset_N is None else nn.Buffer(offset_N)
         self.ones_N = _ones(self.N, scale_N.device)
@@ -86,7 +102,7 @@ def quantize_rows(w_NK: Tensor) -> tuple[Tensor, Tensor]:
     return (w_NK.float() * inverse_N[:, None]).round().to(torch.int8), scale_N
 
 
-class Groups(nn.Module):
+class Groups(Matrix):
     """A matrix in int4 by groups of inputs: w ≈ ((q - 8) · scale + zero) · row, with q of 0 to 15. On a CPU.
 
     scale and zero are in bfloat16, for each group of each output; row in float32, for each output. A matrix of codes
@@ -112,10 +128,10 @@ class Groups(nn.Module):
         dtype: torch.dtype,
         row_N: Tensor | None = None,
     ):
-        super().__init__()
+        super().__init__(dtype, q_PNK.device)
         if q_PNK.device.type != "cpu":
             raise ValueError(f"weights in int4 are served from host memory, got {q_PNK.device}: use int8, or a CPU")
-        self.dtype, self.group, (planes, self.N, self.K) = dtype, group, q_PNK.shape
+        self.group, (planes, self.N, self.K) = group, q_PNK.shape
         block, self.place = _order()
         # Of whole blocks, so that torch keeps all of them in one order.
         q = q_PNK.new_full((planes, self.N + -self.N % block, self.K + -self.K % group), 8)
@@ -161,7 +177,8 @@ class Groups(nn.Module):
         x_BK = _in_bfloat16(x)
         x_BK = x_BK if self.width == self.K else _lengthened(x_BK, self.width)
         x_BK = x_BK if self.planes == 1 else x_BK.repeat(1, self.planes)
-        y_BN = torch._weight_int4pack_mm_for_cpu(x_BK, self.packed, self.group, self.scale_zero)[:, : self.N]
+        scale_zero = self.scale_zero.to(torch.bfloat16)  # a model may have cast it: Switch does, in every pass
+        y_BN = torch._weight_int4pack_mm_for_cpu(x_BK, self.packed, self.group, scale_zero)[:, : self.N]
         y_BN = y_BN if self.row_N is None else y_BN * self.row_N
         return y_BN.to(self.dtype).reshape(*x.shape[:-1], self.N)
 

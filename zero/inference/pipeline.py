@@ -32,7 +32,7 @@ from ...comm.messages import raise_on_all_ranks
 from ...comm.transports.base import Work
 from ...comm.transports.edge import as_bytes
 from ..pipeline.layers import balance
-from .packed import Groups, Rows
+from .packed import Matrix
 from .requests import Choice
 
 T = TypeVar("T")
@@ -275,7 +275,7 @@ def _calls_of(model: nn.Module, tokens: Tensor, modules: dict[str, nn.Module]) -
 
 def _weights_of(module: nn.Module) -> set[int]:
     """The ids of a module's parameters and packed matrices, which tied modules share."""
-    return {id(x) for x in (*module.parameters(), *module.modules()) if isinstance(x, nn.Parameter | Rows | Groups)}
+    return {id(x) for x in (*module.parameters(), *module.modules()) if isinstance(x, nn.Parameter | Matrix)}
 
 
 def cut(model: nn.Module, outline: Outline, transport: Transport) -> Pipeline:

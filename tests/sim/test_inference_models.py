@@ -1,0 +1,41 @@
+"""Inference of architectures in which `study.py inference-models` found an error: each test keeps one mended."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install onebit[transformers]")
+
+from study.model_cases import SERVED
+
+from onebit.zero import init_inference
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", ["OLMo", "NanoChat"])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_model_without_parameters_besides_matrices_is_packed(name: str, compute: torch.dtype, dtype: str) -> None:
+    """Norms without weights: transformers reads a model's dtype and device from its first parameter."""
+    model: Any = SERVED[name].build(0.2).to(compute)
+    engine = init_inference(model, dtype=dtype)
+    assert (engine.module.dtype, engine.module.device) == (compute, model.device)
+    logits = engine(torch.tensor([[5, 6, 7]])).logits
+    assert logits.dtype == compute and len(engine.generate([[5, 6, 7]], max_new_tokens=4)[0]) == 7
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_layer_that_the_model_casts_stays_packed(dtype: str) -> None:
+    """Switch casts its routers to float32 in every pass."""
+    model = SERVED["Switch"].build(0.2).bfloat16()
+    inputs, starts = torch.arange(5, 10)[None], torch.tensor([[1, 8, 9]])
+    expected = init_inference(copy.deepcopy(model).float(), dtype=dtype)(inputs, decoder_input_ids=starts).logits
+    engine = init_inference(model, dtype=dtype)
+    logits = engine(inputs, decoder_input_ids=starts).logits
+    assert float((logits - expected).norm() / expected.norm()) < 0.05
+    assert torch.equal(engine(inputs, decoder_input_ids=starts).logits, logits)  # casts lose nothing
