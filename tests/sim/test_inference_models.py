@@ -39,3 +39,17 @@ def test_a_layer_that_the_model_casts_stays_packed(dtype: str) -> None:
     logits = engine(inputs, decoder_input_ids=starts).logits
     assert float((logits - expected).norm() / expected.norm()) < 0.05
     assert torch.equal(engine(inputs, decoder_input_ids=starts).logits, logits)  # casts lose nothing
+
+
+def test_a_decoder_that_makes_positions_of_tokens_is_looked_at_without_padding() -> None:
+    """M2M-100 and NLLB count no padding as a position, and the tokens of the look contained it."""
+    model: Any = SERVED["M2M-100"].build(0.2).eval()
+    assert model.config.pad_token_id in (0, 1)
+    inputs = torch.arange(5, 12)[None]
+    expected = model.generate(inputs, max_new_tokens=8, do_sample=False)
+    assert torch.equal(init_inference(model).generate(inputs, max_new_tokens=8), expected)  # type: ignore[arg-type]
+
+
+def test_a_decoder_that_takes_no_mask_of_slots_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="ProphetNetForConditionalGeneration does not decode over a cache of keys"):
+        init_inference(SERVED["ProphetNet"].build())

@@ -205,7 +205,7 @@ def outline_of(model: nn.Module, tokens: Tensor, stages: int) -> Outline:
 
     Args:
         model: The whole model.
-        tokens: int64 [1, T] of zeros and ones.
+        tokens: int64 [1, T] of two different ones.
         stages: How many ranks will divide the layers.
 
     Raises:
@@ -238,7 +238,7 @@ def outline_of(model: nn.Module, tokens: Tensor, stages: int) -> Outline:
             raise ValueError(
                 f"{following.name} of {kind} does not take the one tensor that {call.name} gives: use tp_size"
             )
-    others = _calls_of(model, 1 - tokens, dict(zip(names, blocks, strict=True)))
+    others = _calls_of(model, tokens.min() + tokens.max() - tokens, dict(zip(names, blocks, strict=True)))
     for call, other in zip(chain, others, strict=True):
         if not all(map(torch.equal, call.others, other.others)):
             raise ValueError(
