@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install oneb
 
 from study.model_cases import SERVED
 
+from onebit.comm import Transport, run_ranks
 from onebit.zero import init_inference
 
 pytestmark = pytest.mark.slow
@@ -53,3 +54,22 @@ def test_a_decoder_that_makes_positions_of_tokens_is_looked_at_without_padding()
 def test_a_decoder_that_takes_no_mask_of_slots_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="ProphetNetForConditionalGeneration does not decode over a cache of keys"):
         init_inference(SERVED["ProphetNet"].build())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mBART", "PLBART", "M2M-100", "Marian", "Pegasus", "Blenderbot", "XGLM", "BioGPT", "mT5", "UMT5"],
+)
+def test_relatives_of_bart_and_t5_are_divided_by_their_plans(name: str) -> None:
+    model: Any = SERVED[name].build(0.2).eval()
+    model.generation_config.forced_eos_token_id = None
+    inputs = torch.arange(5, 12)[None]
+    expected = model.generate(inputs, max_new_tokens=8, do_sample=False)
+    held = init_inference(model).held_bytes
+
+    def serve(transport: Transport) -> tuple[object, int]:
+        engine = init_inference(model, mp_size=2, transport=transport)
+        return engine.generate(inputs, max_new_tokens=8), engine.held_bytes
+
+    for tokens, bytes_of_rank in run_ranks(2, serve):
+        assert torch.equal(tokens, expected) and bytes_of_rank < 0.8 * held  # type: ignore[arg-type]

@@ -39,13 +39,19 @@ _OF_BART = {
     **_halves("layers.*", "self_attn.q_proj self_attn.k_proj self_attn.v_proj fc1", "self_attn.out_proj fc2"),
     **_halves("layers.*.encoder_attn", "q_proj k_proj v_proj", "out_proj"),
 }
+_OF_T5 = {
+    **_halves("layer.*.*Attention", "q k v relative_attention_bias", "o"),
+    **_halves("layer.*.DenseReluDense", "wi wi_0 wi_1", "wo"),
+}
 _OF_VIT = ("attention.q_proj attention.k_proj attention.v_proj mlp.fc1", "attention.o_proj mlp.fc2")
 
 KNOWN: Mapping[str, Mapping[str, str]] = {
     "albert": _halves(
         "albert_layers.*", "attention.query attention.key attention.value ffn", "attention.dense ffn_output"
     ),
-    "bart": _OF_BART,
+    **dict.fromkeys(
+        ("bart", "mbart", "plbart", "m2m_100", "marian", "pegasus", "blenderbot", "xglm", "biogpt"), _OF_BART
+    ),
     "bert": _OF_BERT,
     "clip": _halves(
         "layers.*", "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.fc1", "self_attn.out_proj mlp.fc2"
@@ -72,10 +78,7 @@ KNOWN: Mapping[str, Mapping[str, str]] = {
         **_halves("layers.*", "", "self_attn.o_proj mlp.down_proj"),
     },
     "roberta": _OF_BERT,
-    "t5": {
-        **_halves("layer.*.*Attention", "q k v relative_attention_bias", "o"),
-        **_halves("layer.*.DenseReluDense", "wi wi_0 wi_1", "wo"),
-    },
+    **dict.fromkeys(("t5", "mt5", "umt5"), _OF_T5),
     "vit": _halves("layers.*", *_OF_VIT),
     "wav2vec2": _halves(
         "encoder.layers.*",
@@ -92,10 +95,13 @@ of which keys and values may have fewer heads.
 
 WIDTHS: Mapping[str, tuple[str, ...]] = {
     "GPT2Attention": ("split_size",),
+    "MT5Attention": ("n_heads",),
     "OPTAttention": ("num_heads",),
     "Phi3Attention": ("num_key_value_heads", "config.num_attention_heads"),
     "T5Attention": ("n_heads",),
+    "UMT5Attention": ("n_heads",),
     "WhisperAttention": ("num_heads",),
+    "XGLMAttention": ("num_heads", "embed_dim"),
 }
 """Widths that modules keep as attributes and use in forward, to be divided with their outputs, by class."""
 
