@@ -51,8 +51,25 @@ def test_a_decoder_that_makes_positions_of_tokens_is_looked_at_without_padding()
     assert torch.equal(init_inference(model).generate(inputs, max_new_tokens=8), expected)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["M2M-100", "XGLM", "GPT-J"])
+def test_tables_of_positions_are_added_in_the_dtype_of_embeddings(name: str) -> None:
+    """They are in no checkpoint, as the angles of rotations, which stay in float32."""
+    model: Any = SERVED[name].build(0.2).eval()
+    engine = init_inference(model, dtype="bf16")
+    tokens = torch.arange(5, 10)[None]
+    named = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        expected, logits = (each(tokens, **named).logits for each in (model, engine))
+    assert logits.dtype == torch.bfloat16 and float((logits - expected).norm() / expected.norm()) < 0.05
+    assert engine.generate(tokens, max_new_tokens=4).shape[1] > 4  # type: ignore[union-attr]
+    dtypes = {buffer.dtype for key, buffer in engine.module.named_buffers() if buffer.is_floating_point()}
+    assert dtypes == {torch.float32 if name == "GPT-J" else torch.bfloat16}
+
+
 def test_a_decoder_that_takes_no_mask_of_slots_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="ProphetNetForConditionalGeneration does not decode over a cache of keys"):
+    with pytest.raises(
+        ValueError, match=r"ProphetNetForConditionalGeneration in torch.float32 does not decode over a cache"
+    ):
         init_inference(SERVED["ProphetNet"].build())
 
 

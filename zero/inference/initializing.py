@@ -210,10 +210,11 @@ def _skeleton(model: nn.Module) -> nn.Module:
 def _recast(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Put new parameters in place of the model's, in dtype if given. The parameters of the given model stay.
 
-    Buffers that checkpoints have, such as BatchNorm's statistics, get the dtype, too. Others stay: rotary frequencies
-    are computed in float32.
+    Buffers that checkpoints have, such as BatchNorm's statistics, get the dtype, too. Of others only tables that are
+    added to embeddings do, such as M2M-100's of positions: rotary frequencies are computed in float32.
     """
     made: dict[int, nn.Parameter] = {}
+    width = getattr(getattr(model, "config", None), "hidden_size", None)
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is None:
@@ -225,8 +226,11 @@ def _recast(model: nn.Module, dtype: torch.dtype | None) -> None:
         if dtype and isinstance(module, Elsewhere):
             module.dtype = dtype
         elif dtype and not isinstance(module, ActivationQuantization | Matrix):
-            for name in module._buffers.keys() - module._non_persistent_buffers_set:
-                if (buffer := module._buffers[name]) is not None and buffer.is_floating_point():
+            for name, buffer in module._buffers.items():
+                if buffer is None or not buffer.is_floating_point():
+                    continue
+                is_table = buffer.dim() == 2 and buffer.shape[1] == width
+                if is_table or name not in module._non_persistent_buffers_set:
                     module._buffers[name] = buffer.to(dtype)
 
 
@@ -407,20 +411,19 @@ def _say_what_stays(model: nn.Module, transport: Transport, dims: int, how: str,
 def _check_cache(engine: InferenceEngine) -> None:
     """Raise ValueError if decoding over the cache gives other logits than one pass over all tokens."""
     tokens = _tokens(engine.module)[:, : engine.slots]
-    whole = _probe(engine.module)
-    assert whole is not None
-    whole = engine.ranks.share(whole)
     T = tokens.shape[1]
     before = max(T - 2, 1)
     try:
+        with torch.no_grad():
+            whole = engine.ranks.share(_on_tokens(engine.module))
         logits = engine.step(tokens[:, :before], 0, tokens if engine.has_encoder else None)
         for slot in range(before, T):
             logits = engine.step(tokens[:, slot : slot + 1], slot)
     except PeerError:
         raise
     except Exception as error:  # whatever a model raises that takes no cache or mask of this form
-        name = type(engine.module).__name__
-        raise ValueError(f"{name} does not decode over a cache of keys and values: {error}") from error
+        name, dtype = type(engine.module).__name__, next(engine.module.parameters()).dtype
+        raise ValueError(f"{name} in {dtype} does not decode over a cache of keys and values: {error}") from error
     tolerance = 0.1 if _is_packed(engine.module) else _tolerance(whole)  # packed products are rounded as bfloat16
     if not (off := _distance(whole[:, T - 1], logits)) <= tolerance:
         raise ValueError(
