@@ -14,6 +14,7 @@ STUDIES = {  # by name: the module that has its main(argv), and what it compares
     "compression": "study.compression",  # models that shrink: loss against bytes
     "data-efficiency": "study.data_efficiency",  # half the tokens; --cost: their own time
     "ddp-hooks": "study.ddp_hooks",  # communication hooks of DDP
+    "inference-models": "study.inference_models",  # whose tokens served models of transformers give
     "local-steps": "study.local_steps",  # the price of locality, and of compression
     "member-shares": "study.member_shares",  # members that take unlike numbers of micro-batches
     "models": "study.models",  # which models of transformers train in which form of the engine

@@ -260,7 +260,7 @@ def verdict(case: Case, ranks: Sequence[Found | None]) -> str:
         first = next((rank for rank in errors if "PeerError" not in rank.error), errors[0])
         is_refused = all(rank.is_refused for rank in errors) and len(errors) == case.on.ranks
         model = MODELS[case.model].kind + MODELS[case.model].task
-        return f"{'refused' if is_refused else 'fails'}: {_line(first.error.replace(model, 'MODEL'))}"
+        return f"{'refused' if is_refused else 'fails'}: {one_line(first.error.replace(model, 'MODEL'))}"
     if len(found) < case.on.ranks:
         return "fails: a rank was lost"
     first, wrong = found[0], []
@@ -293,7 +293,8 @@ def _differing(one: Mapping[str, int], other: Mapping[str, int]) -> str:
     return f"{names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
 
 
-def _line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Of at most 400 characters, for a table of Markdown, without the rank."""
     text = re.sub(r"rank \d+: ", "", " ".join(text.split()).replace("|", "/"))
     return text if len(text) <= 400 else text[:397] + "..."
 
@@ -384,7 +385,7 @@ def report(rows: Sequence[Row], seconds: float, command: str) -> str:
         "| --- | ---: | ---: | ---: |",
     ]
     for layout in [*layouts, "all"]:
-        counts = Counter(_kind(row.verdict) for row in rows if layout in (row.case.layout, "all"))
+        counts = Counter(kind_of(row.verdict) for row in rows if layout in (row.case.layout, "all"))
         lines.append(f"| {layout} | {counts['ok']} | {counts['refused']} | {counts['fails']} |")
     notes: dict[str, int] = {}
     lines += ["", f"| model | {' | '.join(layouts)} | deviation |", "| --- " + "| --- " * len(layouts) + "| ---: |"]
@@ -398,7 +399,8 @@ def report(rows: Sequence[Row], seconds: float, command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _kind(said: str) -> str:
+def kind_of(said: str) -> str:
+    """The first word of a verdict."""
     return said.partition(":")[0]
 
 
@@ -407,7 +409,7 @@ def _cell(rows: Sequence[Row], notes: dict[str, int]) -> str:
     told: dict[str, list[str]] = {}
     for row in rows:
         number = "" if row.verdict == "ok" else f" [{notes.setdefault(row.verdict, len(notes) + 1)}]"
-        told.setdefault(_kind(row.verdict) + number, []).append(f"{row.case.optimizer} {row.case.dtype}")
+        told.setdefault(kind_of(row.verdict) + number, []).append(f"{row.case.optimizer} {row.case.dtype}")
     if len(told) == 1:
         return next(iter(told))
     return "; ".join(said if said == "ok" else f"{', '.join(cases)}: {said}" for said, cases in told.items())
@@ -436,11 +438,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         bar = progress.add_task("Training", total=len(cases))
         for found in outcomes(cases):
             rows.append(row := Row(*found))
-            if _kind(row.verdict) == "fails":
+            if kind_of(row.verdict) == "fails":
                 progress.print(row.case, row.verdict)
             progress.update(bar, advance=1, description=row.case.model)
             progress.refresh()
     text = report(rows, time.perf_counter() - began, command)
     publish(args, text)
-    if any(_kind(row.verdict) == "fails" for row in rows):
+    if any(kind_of(row.verdict) == "fails" for row in rows):
         sys.exit(1)
