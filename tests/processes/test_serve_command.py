@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import byte_llama
 import pytest
 import ranks
-import torch
 
 from onebit.cli import UserError
 from onebit.cli import main as onebit_command
@@ -29,25 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama with a tokenizer whose tokens are bytes, and a chat template."""
-    import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    folder = tmp_path_factory.mktemp("served") / "little-llama"
-    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>"]
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-    fast.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=258, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    fast.save_pretrained(folder)
-    return folder
+    return byte_llama.save(tmp_path_factory.mktemp("served") / "little-llama")
 
 
 @contextmanager
@@ -110,10 +92,12 @@ def test_a_server_answers_and_ends_by_a_signal(model: Path, tmp_path: Path) -> N
         assert process.wait(40) == 0
 
 
+@pytest.mark.parametrize("way", ["--tp", "--pp"])
 @pytest.mark.parametrize("lost", [None, 1])
-def test_two_ranks_answer_as_one_and_end_together(model: Path, tmp_path: Path, lost: int | None) -> None:
+def test_two_ranks_answer_as_one_and_end_together(model: Path, tmp_path: Path, way: str, lost: int | None) -> None:
+    """By rows of each layer, and by layers."""
     port = ranks.free_port()
-    words = (str(model), "--tp", "2", "--tokens", "64", "--dtype", "fp32")
+    words = (str(model), way, "2", "--tokens", "64", "--dtype", "fp32")
     with served(tmp_path, *words, port=port, world=2) as processes:
         assert ask(port, prompt="Once").json()["choices"][0]["text"] == expected(model)
         if lost is None:  # launchers and Ctrl+C send it to all of them
