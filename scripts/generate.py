@@ -3,6 +3,7 @@
 python scripts/train.py --steps 300 --checkpoint runs/gpt
 python scripts/generate.py runs/gpt --prompt "def main(" --new 200
 torchrun --nproc-per-node 2 scripts/generate.py runs/gpt --tp 2
+torchrun --nproc-per-node 2 scripts/generate.py runs/llama --pp 2
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prompt", default="def ")
     add("--new", type=int, default=100, metavar="TOKENS")
     add("--dtype", choices=("fp32", "bf16", "int8"))
-    add("--tp", type=int, default=1, metavar="RANKS", help="so many ranks compute each layer together")
+    add("--tp", type=int, default=1, metavar="RANKS", help="compute each layer together on this many ranks")
+    add("--pp", type=int, default=1, metavar="RANKS", help="divide the layers among this many ranks; of transformers")
     add("--compile", action="store_true", help="the decode step; takes a minute first")
     add("--temperature", type=float, help="draw at it; else the likeliest token is taken")
     add("--top-k", type=int, default=0)
@@ -76,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         model, encode, decode = open_model(args)
         keys = {"dtype": args.dtype, "kernel_inject": args.compile, "tensor_parallel": {"tp_size": args.tp}}
+        keys |= {"pipeline_parallel": {"pp_size": args.pp}}
         engine = init_inference(model, keys, transport=transport)
         how = {} if args.temperature is None else {"do_sample": True, "temperature": args.temperature}
         how |= {"top_k": args.top_k, "top_p": args.top_p} if how else {}
