@@ -280,6 +280,25 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         Run(0, 4)
 
 
+def test_the_table_of_serving_is_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+    """7e9 weights of 2 bytes are read at 20 GB/s; the products of 8 rows, which take 1 ms, do not count besides."""
+    assert main(["--params", "7e9", "--hosts", "4", "--serve", "32x4096", "--rows", "8", "--link", "100mbit"]) == 0
+    lines = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    bytes_per_s, latency = 1e8 / 8 * 1448 / 1514, 1.9e-4
+    part = 4 * 8 * 4096  # sums are of float32, and layers hand on bfloat16
+    expected: list[tuple[int, str, float, float, float, float]] = [(1, "", 14e9, 0.0, 0.7, 0.0)]
+    for ranks, turns, each in ((2, 1, part), (4, 6, part / 4)):  # 4 ranks run an all-reduce: 6 messages of a fourth
+        held = 14e9 / ranks
+        waits = 64 * turns * (latency + each / bytes_per_s)
+        expected.append((ranks, "rows", held, 64 * turns * each, held / 2e10, waits))
+        waits = ranks * latency + (ranks - 1) * (2 * 4096 * 8 / ranks) / bytes_per_s  # as many groups of rows as ranks
+        expected.append((ranks, "layers", held, 2 * 4096 * 8, ranks * held / 2e10, waits))
+    for cells, (ranks, by, held, sent, reading, sending) in zip(lines, expected, strict=True):
+        numbers = held / 1e9, sent / 1e6, 1e3 * reading, 1e3 * sending, 8 / (reading + sending)
+        said = [str(ranks), by, *(f"{x:.3g}" for x in numbers), "better" if by == "layers" else "", "no" if by else ""]
+        assert [cell.strip() for cell in cells] == said
+
+
 class TestOffload:
     RUN = OffloadRun(13e9, device_bytes=32e9, host_bytes=256e9, disk_bytes=1e12)
 
