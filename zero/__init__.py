@@ -24,8 +24,8 @@ __all__ = [
     "CheckpointError", "Checkpoints", "Config", "ContinuousBatch", "DeepSpeedEngine", "Engine", "InferenceConfig",
     "InferenceEngine", "LayerSpec", "NotFiniteError", "Offload", "PipelineModule", "SequenceRanks", "ShardedOnebitAdam",
     "ShardedOnebitLamb", "ShardedZeroOneAdam", "TiedLayerSpec", "add_config_arguments", "data", "data_efficiency",
-    "export_compressed", "export_weights", "fsdp", "get_accelerator", "grid", "import_compressed", "import_weights",
-    "init_compression", "init_distributed", "init_inference", "initialize", "log_dist", "materialize",
+    "export_compressed", "export_pretrained", "export_weights", "fsdp", "get_accelerator", "grid", "import_compressed",
+    "import_weights", "init_compression", "init_distributed", "init_inference", "initialize", "log_dist", "materialize",
     "read_checkpoint_weights", "read_config", "redundancy_clean", "ring_attention", "sequence_parallel", "split",
     "tensor",
 ]  # fmt: skip
@@ -48,7 +48,13 @@ if TYPE_CHECKING:
     from .checkpoint.importing import import_weights
     from .checkpoint.materialize import materialize
     from .checkpoint.whole import read_checkpoint_weights
-    from .compression import export_compressed, import_compressed, init_compression, redundancy_clean
+    from .compression import (
+        export_compressed,
+        export_pretrained,
+        import_compressed,
+        init_compression,
+        redundancy_clean,
+    )
     from .config.whole import Config, read_config
     from .deepspeed.accelerator import get_accelerator
     from .deepspeed.comm import init_distributed
@@ -110,6 +116,7 @@ else:
         "TiedLayerSpec": ".pipeline.layers",
         "add_config_arguments": ".deepspeed.initializing",
         "export_compressed": ".compression",
+        "export_pretrained": ".compression",
         "export_weights": ".checkpoint.exporting",
         "get_accelerator": ".deepspeed.accelerator",
         "import_compressed": ".compression",

@@ -1,4 +1,4 @@
-"""BERT and GPT-2 of transformers, built from their configurations: GPT-2's weights are stored inputs first."""
+"""Models of transformers, built from their configurations: cleaned, in a file, and in a folder of transformers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,19 @@ import torch
 from compression_cases import config, technique, train
 from torch import Tensor, nn
 
-from onebit.zero.compression import export_compressed, import_compressed, init_compression, redundancy_clean, sizes
+from onebit.comm import Transport, run_ranks
+from onebit.zero.compression import (
+    export_compressed,
+    export_pretrained,
+    import_compressed,
+    init_compression,
+    redundancy_clean,
+    sizes,
+)
 
 transformers = pytest.importorskip("transformers", reason="pip install onebit[transformers]")
+
+from study.model_cases import MODELS  # noqa: E402
 
 FOUR = {"start_bits": 8, "target_bits": 4}
 HALF = {"dense_ratio": 0.5}
@@ -122,3 +132,98 @@ def test_layers_of_bert_come_from_its_teacher() -> None:
     assert torch.equal(student.classifier.weight, teacher.classifier.weight)
     own, its = student.bert.encoder.layer[0].state_dict(), teacher.bert.encoder.layer[1].state_dict()
     assert all(torch.equal(x, its[name]) for name, x in own.items())
+
+
+# ---------------------------------------------------------------- a folder of transformers
+
+MLP = technique(["up_proj"], HALF, [["gate_proj", "down_proj"]])
+HEADS = technique(["self_attn.o_proj"], HALF, [["q_proj", "k_proj", "v_proj"]], num_heads=6)
+GATED = {"row_pruning": MLP, "head_pruning": HEADS}
+
+
+def pruned(name: str, techniques: dict) -> nn.Module:
+    """One of the study's models, cleaned after a step: other weights than those it began with."""
+    torch.manual_seed(0)
+    model = init_compression(MODELS[name].build(), config(**techniques))
+    train(model, lambda model, k: model(input_ids=batch(k), labels=batch(k)).loss, 1)
+    return redundancy_clean(model.eval())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "techniques", "left"),
+    [
+        ("Llama", GATED, {"intermediate_size": 20, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4}),
+        ("Qwen3", GATED, {"intermediate_size": 20, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6}),
+        ("Mixtral", {"head_pruning": HEADS}, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4}),
+        ("GPT-2", {"row_pruning": technique(["c_fc"], HALF, [["mlp.c_proj"]])}, {"n_inner": 48}),
+        ("OPT", {"row_pruning": technique(["fc1"], HALF, [["fc2"]])}, {"ffn_dim": 20}),
+        ("DistilBERT", {"row_pruning": technique(["ffn.lin1"], HALF, [["ffn.lin2"]])}, {"hidden_dim": 20}),
+        ("Llama", GATED | {"weight_quantization": technique(["up_proj"], FOUR)}, {"intermediate_size": 20}),
+        ("Llama", {"sparse_pruning": technique(["up_proj"], HALF)}, {"intermediate_size": 40, "head_dim": 4}),
+    ],
+)
+def test_a_pruned_model_is_read_by_from_pretrained(
+    name: str, techniques: dict, left: dict[str, int], tmp_path: Path
+) -> None:
+    """To the bit, and again from what was read."""
+    model = pruned(name, techniques)
+    for folder in ("first", "second"):
+        export_pretrained(model, tmp_path / folder)
+        back, about = type(model).from_pretrained(tmp_path / folder, output_loading_info=True)  # type: ignore[attr-defined]
+        assert not any(about.values())
+        assert {key: getattr(back.config, key) for key in left} == left
+        with torch.no_grad():
+            assert torch.equal(back(batch(9)).logits, model(batch(9)).logits)
+        model = back
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "techniques", "says"),
+    [
+        (
+            "Llama",
+            {"row_pruning": technique([r"layers\.1.*up_proj"], HALF, [[r"1.*gate_proj", r"1.*down_proj"]])},
+            r"one intermediate_size for all layers, .* several \(40 in model.layers.0.mlp.gate_proj.weight, .*; 20 in",
+        ),
+        (
+            "GPT-2",
+            {"head_pruning": technique(["attn.c_proj"], HALF, [["c_attn"]], num_heads=6)},
+            r"cannot express .*c_attn.weight has shape \(24, 36\), and would have \(24, 72\); use export_compressed",
+        ),
+        (
+            "BERT",
+            {
+                "head_pruning": technique(
+                    ["attention.output.dense"], HALF, [["self.query", "self.key", "self.value"]], num_heads=6
+                )
+            },
+            r"cannot express .*query.weight has shape \(12, 24\), and would have \(24, 24\); use export_compressed",
+        ),
+        ("Llama", {"activation_quantization": technique(["up_proj"], {"bits": 8})}, "has quantized inputs"),
+    ],
+)
+def test_sizes_that_a_configuration_cannot_express_are_refused(
+    name: str, techniques: dict, says: str, tmp_path: Path
+) -> None:
+    model = pruned(name, techniques)
+    before = model.config.to_dict()  # type: ignore[operator,union-attr]
+    with pytest.raises(ValueError, match=says):
+        export_pretrained(model, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists() and model.config.to_dict() == before  # type: ignore[operator,union-attr]
+
+
+def test_what_is_no_cleaned_model_of_transformers_is_refused(tmp_path: Path) -> None:
+    armed = init_compression(MODELS["Llama"].build(), config(row_pruning=MLP))
+    with pytest.raises(ValueError, match="not permanent yet: call redundancy_clean"):
+        export_pretrained(armed, tmp_path / "folder")
+    with pytest.raises(TypeError, match="expected a model of transformers, got Linear: use export_compressed"):
+        export_pretrained(nn.Linear(2, 2), tmp_path / "folder")
+    (tmp_path / "file").touch()
+
+    def write(transport: Transport) -> None:
+        export_pretrained(MODELS["Llama"].build(), tmp_path / "file" / "folder", transport)
+
+    with pytest.raises(OSError, match="cannot be written"):
+        run_ranks(2, write)

@@ -9,20 +9,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 __all__ = [
-    "CompressionScheduler", "Distillation", "Sizes", "export_compressed", "hidden_loss", "import_compressed",
-    "init_compression", "logits_loss", "redundancy_clean", "sizes",
+    "CompressionScheduler", "Distillation", "Sizes", "export_compressed", "export_pretrained", "hidden_loss",
+    "import_compressed", "init_compression", "logits_loss", "redundancy_clean", "sizes",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from .composer import init_compression, redundancy_clean
     from .distillation import Distillation, hidden_loss, logits_loss
     from .packing import Sizes, export_compressed, import_compressed, sizes
+    from .pretrained import export_pretrained
     from .scheduler import CompressionScheduler
 else:
     _HOMES = {
         "composer": ("init_compression", "redundancy_clean"),
         "distillation": ("Distillation", "hidden_loss", "logits_loss"),
         "packing": ("Sizes", "export_compressed", "import_compressed", "sizes"),
+        "pretrained": ("export_pretrained",),
         "scheduler": ("CompressionScheduler",),
     }
 
