@@ -161,6 +161,8 @@ def test_a_stop_string_ends_the_answer(server: Server) -> None:
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens: "),
         ({"prompt": "x", "temperature": -1}, 400, "temperature: "),
         ({"prompt": "x", "temperature": float("nan")}, 400, "temperature: "),
+        ({"prompt": "x", "temperature": 1e-310}, 400, "divided by a temperature that is too small"),
+        ({"prompt": "x", "temperature": 5e-324, "top_k": 3}, 400, "divided by a temperature that is too small"),
         ({"prompt": "x", "max_tokens": 100}, 400, "do not fit into the cache of 64"),
         ({"prompt": ""}, 400, "at least one token"),
         ({"prompt": [2**70]}, 400, "prompt.0: Input should be less than"),

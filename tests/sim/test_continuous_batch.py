@@ -300,7 +300,7 @@ def test_what_is_not_finite_ends_its_request_alone(chunk: int) -> None:
     weight.data[0] = torch.nan
     request = batch.add(prompts(9)[0], max_new_tokens=4)
     batch.step()
-    assert request.reason == "error" and "not finite" in str(request.error)
+    assert request.reason == "error" and "not finite" in str(request.error) and not request.is_refused
     weight.data.copy_(before)
     for length in (3, 9):
         (answer,) = answers(batch, [batch.add(prompts(length)[0], max_new_tokens=20)])
@@ -318,7 +318,7 @@ def test_a_rule_that_fails_ends_its_request_alone() -> None:
     assert bad._choice is not None
     bad._choice.groups[0].rules = raising
     (_, answer) = answers(batch, [bad, good])
-    assert (bad.reason, bad.error, bad.tokens) == ("error", "this rule fails", [])
+    assert (bad.reason, bad.error, bad.tokens) == ("error", "this rule fails", []) and bad.is_refused
     assert torch.equal(answer, engine.generate([[2]], max_new_tokens=5, do_sample=True, seed=1)[0])
 
 

@@ -846,6 +846,7 @@ def test_requests_that_cannot_be_answered() -> None:
     refused(engine, "at least 1", prompts(3), max_new_tokens=0)
     refused(engine, "no effect without do_sample", prompts(3), max_new_tokens=3, temperature=0.5)
     refused(engine, "temperature > 0", prompts(3), max_new_tokens=3, do_sample=True, temperature=0.0)
+    refused(engine, "temperature that is too small", prompts(3), max_new_tokens=3, do_sample=True, temperature=1e-310)
     refused(engine, "num_beams", prompts(3), max_new_tokens=3, num_beams=2)
     refused(engine, "a tensor .B, T. of tokens", [0.5], max_new_tokens=3)
     refused(engine, "padded on the right", torch.ones(1, 3, dtype=torch.int64), max_new_tokens=3,

@@ -90,3 +90,15 @@ def test_relatives_of_bart_and_t5_are_divided_by_their_plans(name: str) -> None:
 
     for tokens, bytes_of_rank in run_ranks(2, serve):
         assert torch.equal(tokens, expected) and bytes_of_rank < 0.8 * held  # type: ignore[arg-type]
+
+
+def test_a_temperature_that_is_too_small_is_an_error_as_in_transformers() -> None:
+    """The smallest normal one in float32 takes the likeliest token; a subnormal one divides by what is no number."""
+    model: Any = SERVED["Llama"].build(0.2).eval()
+    engine, prompt = init_inference(model), torch.arange(5, 10)[None]
+    likeliest = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    for generate in (model.generate, engine.generate):
+        assert torch.equal(generate(prompt, max_new_tokens=4, do_sample=True, temperature=2**-126), likeliest)
+        for temperature in (1e-39, 1e-310, 5e-324):
+            with pytest.raises((RuntimeError, ValueError), match=r"probability tensor|temperature that is too small"):
+                generate(prompt, max_new_tokens=4, do_sample=True, temperature=temperature)

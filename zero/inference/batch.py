@@ -53,6 +53,7 @@ class Request:
         tokens: The answer so far, with its end token.
         reason: None while it goes on, then "stop" after an end token, "length", "cancelled" or "error".
         error: With the reason "error", why.
+        is_refused: With the reason "error", whether the request's own options are why.
         reused: Tokens of the prompt whose keys and values another request had computed.
     """
 
@@ -61,6 +62,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None
     error: str | None = None
+    is_refused: bool = False
     reused: int = 0
     _ends: frozenset[int] = frozenset()
     _choice: Choice | None = None
@@ -348,7 +350,7 @@ class ContinuousBatch:
                 chosen_1 = request._choice.choose(logits_BV[b : b + 1])
                 request._choice.follow(chosen_1)
             except (RuntimeError, ValueError, IndexError) as error:  # a rule that fails ends its request alone
-                failed[request] = str(error)
+                failed[request], request.is_refused = str(error), True
             else:
                 request.tokens.append(int(chosen_1))
         # Requests end when all have their tokens: then a row that moves knows how far it is filled.

@@ -165,13 +165,23 @@ class Choice:
     generator: torch.Generator
 
     def choose(self, logits_BV: Tensor) -> Tensor:
-        """Choose each row's next token, int64 [B]. Changes nothing."""
+        """Choose each row's next token, int64 [B]. Changes nothing.
+
+        Raises:
+            ValueError: No token can be drawn. Rules raise their own errors, too.
+        """
         logits_BV = logits_BV.to(torch.float32, copy=True)
         for group in self.groups:
             logits_BV[group.rows] = group.rules(group.tokens_GT, logits_BV[group.rows])
         if not self.do_sample:
             return logits_BV.argmax(1)
-        drawn_B1 = torch.multinomial(logits_BV.softmax(1).cpu(), 1, generator=self.generator)
+        shares_BV = logits_BV.softmax(1).cpu()
+        if not bool(shares_BV.isfinite().all()):  # as torch.multinomial, which does not tell why
+            raise ValueError(
+                "no token can be drawn: the logits are not finite, or are divided by a temperature that is too small; "
+                "draw at a larger one, or take the likeliest token"
+            )
+        drawn_B1 = torch.multinomial(shares_BV, 1, generator=self.generator)
         return drawn_B1[:, 0].to(logits_BV.device)
 
     def follow(self, chosen_B: Tensor) -> None:

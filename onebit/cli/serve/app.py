@@ -254,6 +254,8 @@ def make_app(served: Served, worker: Worker, limits: Limits, token: str | None) 
                     tokens, reason = await asyncio.wait_for(news.get(), LOOK_S)
                 except asyncio.TimeoutError:
                     continue
+                if answer.is_refused:  # by the rules that its options make of the logits
+                    raise _Refusal(400, str(answer.error))
                 if reason in ("error", "cancelled"):
                     raise _Refusal(500 if worker.failure is None else 503, answer.error or reason, "server_error")
                 piece = text.piece(tokens, is_last=reason is not None)
