@@ -12,7 +12,7 @@ A case is a model, a layout of one or two simulated ranks and a dtype. It passes
    parts of rows have scales of their own, so the codes differ, with an error of the same size;
 4. in few bits: each token is the likeliest by the engine's own logits of one pass, to what bfloat16 rounds.
 
-By 4 two ranks may choose another token than one only where the logits of both are closer than they are apart.
+By 4, two ranks choose another token than one only if their logits differ by more than the two tokens do.
 A refusal is a ValueError or TypeError that this package raises on every rank, before or instead of generating.
 """
 
@@ -188,7 +188,7 @@ def serve(model: Model, dtype: str, layout: str, transport: Transport) -> Found:
     except (ValueError, TypeError) as error:
         if not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(PACKAGE):
             raise
-        said = str(error).partition("; its linear layers are")[0]  # a long list, of each model another
+        said = str(error).partition("; its linear layers are")[0]  # a long list that differs by model
         found.refusal = one_line(said.replace(type(model.module).__name__, "MODEL"))
         return found
     found.answers = [row[len(start) :] for row, start in zip(whole, model.starts, strict=True)]

@@ -46,7 +46,7 @@ def export_pretrained(model: nn.Module, folder: str | os.PathLike[str], transpor
 
     Raises:
         ValueError: The model was not cleaned, has quantized inputs, or sizes that its configuration cannot express:
-            others in each layer, or fewer heads where the configuration has no `head_dim`. Nothing is written.
+            several for its layers, or fewer heads without `head_dim`. Nothing is written.
         TypeError: It is no model of transformers.
         OSError: The folder cannot be written. On all ranks.
     """
