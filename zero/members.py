@@ -1,11 +1,17 @@
-"""The engine in a run whose members come and go (`onebit.membership`): each member has the whole model, at stage 0.
+"""The engine in a run whose members come and go (`onebit.membership`): each member has the whole model.
 
     members = onebit.membership.connect()
     engine, *_ = onebit.zero.initialize(model=model, config=config, grid=onebit.zero.members.grid_of(members))
     onebit.zero.members.begin(engine, sampler=sampler)
 
-To the engine a member is a world of one rank, so that nothing of it depends on the others; its optimizer exchanges with
-them. A newcomer takes over the engine's counts, schedule and features besides the optimizer's state.
+To the engine a member is a world of one rank, at stage 0, or of the ranks of a node, which may divide the model:
+
+    node = onebit.zero.grid.start()
+    members = onebit.membership.connect(node=node.world)
+    ... grid=onebit.zero.members.grid_of(members, node)
+
+So nothing of it depends on the other members; its optimizer exchanges with them. A newcomer takes over the engine's
+counts, schedule and features besides the optimizer's state.
 """
 
 from __future__ import annotations
