@@ -212,4 +212,5 @@ def main(argv: Sequence[str]) -> None:
     lines += add_missing(jobs, done, line_of, args.results)
     asked = [line for line in lines if Job(**{key: line[key] for key in asdict(jobs[0])}) in jobs]
     title = "The byte LM, its sequences split" if has_bytes else "Retrieval over ranks"
-    publish(args, f"# {title}\n\n{chr(10).join(report(asked))}\n\nRevision {revision()}.\n", args.results)
+    revisions = ", ".join(dict.fromkeys(line["revision"] for line in asked))
+    publish(args, f"# {title}\n\n{chr(10).join(report(asked))}\n\nRevision {revisions}.\n", args.results)
