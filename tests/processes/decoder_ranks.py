@@ -22,7 +22,7 @@ from onebit.zero.parallel.model_plan import training_plan
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from study.model_cases import MODELS
+from study.model_cases import MODELS, SERVED
 
 MICRO_BATCHES = 2
 
@@ -118,11 +118,13 @@ def gradients(folder: str, names: Sequence[str]) -> None:
     A rank's part of a parameter must not be a view of the whole, or the whole would stay in memory.
     """
     here = zero.grid.start(tensor=2, shard=1)
+    torch.set_default_dtype(torch.float64)  # XGLM masks with a new tensor of the default
     furthest = {}
     for name in names:
-        alone, divided = (MODELS[name].build().double().train() for _ in range(2))
+        its = (MODELS | SERVED)[name]
+        alone, divided = (its.build().double().train(name in MODELS) for _ in range(2))  # others drop at random
         tensor.parallelize(divided, here, training_plan(divided, 2))
-        batch = {key: x.double() if x.is_floating_point() else x for key, x in MODELS[name].batch().items()}
+        batch = {key: x.double() if x.is_floating_point() else x for key, x in its.batch().items()}
         for model in (alone, divided):
             model(**batch).loss.backward()
         for name_of, p in divided.named_parameters():

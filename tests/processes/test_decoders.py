@@ -19,7 +19,7 @@ from onebit.zero.parallel.model_plan import KNOWN, training_plan
 from onebit.zero.parallel.styles import Experts
 from onebit.zero.pipeline.huggingface import DecoderPipeline, pair_of
 
-from study.model_cases import MODELS  # isort: skip  (scripts/ is on the path)
+from study.model_cases import MODELS, SERVED  # isort: skip  (scripts/ is on the path)
 
 pytestmark = pytest.mark.processes
 
@@ -122,13 +122,25 @@ def test_slices_of_stacks_are_loaded_by_one_process(grid: str) -> None:
 OF_OURS = (
     *("ALBERT", "BART", "BERT", "CLIP", "DINOv2", "DistilBERT", "ELECTRA", "GPT-2", "ModernBERT", "OPT", "Phi-3"),
     *("RoBERTa", "T5", "ViT", "Wav2Vec2", "Whisper"),
+    *(
+        "BioGPT",
+        "Blenderbot",
+        "M2M-100",
+        "Marian",
+        "mBART",
+        "mT5",
+        "Pegasus",
+        "PLBART",
+        "UMT5",
+        "XGLM",
+    ),  # their relatives
 )
 
 
 def test_gradients_under_plans_of_ours_are_those_of_one_process(tmp_path: Path) -> None:
     """Of every model that `KNOWN` has a plan for, in float64: to 1e-12 of gradients of up to 10."""
     run_torchrun(2, decoder_ranks.gradients, str(tmp_path), OF_OURS, timeout_s=60).check()
-    assert {MODELS[name].build().config.model_type for name in OF_OURS} == set(KNOWN)  # type: ignore[union-attr]
+    assert {(MODELS | SERVED)[name].build().config.model_type for name in OF_OURS} == set(KNOWN)  # type: ignore[union-attr]
     for rank in range(2):
         furthest = torch.load(tmp_path / f"gradients.{rank}")
         assert furthest.keys() == set(OF_OURS)

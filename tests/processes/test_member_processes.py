@@ -137,8 +137,8 @@ def test_a_member_meets_others_after_an_epoch_that_did_not_connect(monkeypatch: 
     store = torch.distributed.HashStore()
     rendezvous = Mock()
     with pytest.raises(PeerError, match="epoch 1 does not connect"):
-        network._group(rendezvous, lambda: store, 3.0, membership.Roster(1, ("a", "b")), 0)
-    transport = network._group(rendezvous, lambda: store, 3.0, membership.Roster(2, ("a",)), 0)
+        network._group(rendezvous, lambda: store, 3.0, 0, membership.Roster(1, ("a", "b")), 0)
+    transport = network._group(rendezvous, lambda: store, 3.0, 0, membership.Roster(2, ("a",)), 0)
     assert transport.world_size == 1 and not torch.distributed.is_initialized()
     transport.close()
 

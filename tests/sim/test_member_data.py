@@ -148,7 +148,7 @@ def stop(members: Members) -> None:
 class OneOfThree(Members):
     """Without any transport."""
 
-    rank, world_size = 0, 3
+    rank, world_size, node = 0, 3, None
 
     def __init__(self, rank: int):
         self.rank, self.roster = rank, Roster(1, ("a", "b", "c"))
