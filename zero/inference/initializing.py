@@ -323,7 +323,7 @@ def _probe(model: nn.Module) -> Tensor | None:
         return None
     try:
         return _on_tokens(model)
-    except PeerError:
+    except (PeerError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         log.info("%s cannot be checked on a few tokens: %s", type(model).__name__, error)
@@ -419,7 +419,7 @@ def _check_cache(engine: InferenceEngine) -> None:
         logits = engine.step(tokens[:, :before], 0, tokens if engine.has_encoder else None)
         for slot in range(before, T):
             logits = engine.step(tokens[:, slot : slot + 1], slot)
-    except PeerError:
+    except (PeerError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a model raises that takes no cache or mask of this form
         name, dtype = type(engine.module).__name__, next(engine.module.parameters()).dtype
