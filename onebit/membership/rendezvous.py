@@ -115,7 +115,11 @@ class Rendezvous:
             raise ValueError(f"a member of this run is or was called {name}; take another name, or none")
         self._ranks = ranks
         self._store.compare_set("ranks", "", self._signed("ranks", {"ranks": ranks}))
-        if (theirs := int(self._read("ranks")["ranks"])) != ranks:
+        try:
+            theirs = int(self._read("ranks")["ranks"])
+        except MembershipError:  # a stranger came first, who must not keep members out
+            self._write("ranks", {"ranks": (theirs := ranks)})
+        if theirs != ranks:
             raise ValueError(f"the members of this run have {theirs} ranks each, and this one has {ranks}")
         self._lock, self._now = threading.Lock(), Roster(0, ())
         self._meter, self._about, self._beat_count = Meter(), about_here(), 0
