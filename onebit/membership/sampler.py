@@ -135,11 +135,12 @@ class MemberSampler:
         shuffle: Whether each epoch of data has a random order. Default True; a stream keeps the order of its source.
         seed: Seed of these orders. Default 0.
         part: (this rank's share of its member's data, number of shares), if a member has several ranks: `grid.data` of
-            its node. Each share has `batch_size` samples of a micro-batch. Default (0, 1): it has one.
+            its node. Each share has `batch_size` samples of a micro-batch. Default None: a member is one rank.
 
     Raises:
         TypeError: `members` is not a `Members`.
-        ValueError: A number is not an integer in its range, or members of several ranks are to be balanced.
+        ValueError: A number is not an integer in its range; or members of several ranks are to be balanced, or have no
+            `part`.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class MemberSampler:
         balanced: bool = False,
         shuffle: bool = True,
         seed: int = 0,
-        part: tuple[int, int] = (0, 1),
+        part: tuple[int, int] | None = None,
     ):
         if not isinstance(members, Members):
             raise TypeError(f"expected the Members of onebit.membership.connect(), got {type(members).__name__}")
@@ -164,11 +165,13 @@ class MemberSampler:
                     f"{name} must be an integer of at least {least}, got {number!r}"
                     + ("; give len(dataset), or None for a stream that never ends" if name == "samples" else "")
                 )
-        share, count = part
-        if not 0 <= share < count:
-            raise ValueError(f"part must be (share, number of shares), such as grid.data, got {part}")
         if balanced and members.node is not None:
             raise ValueError("the ranks of a member take the same number of micro-batches: use balanced=False")
+        if part is None and members.node is not None:
+            raise ValueError("the ranks of a member may read the same samples, or each its own: give part=grid.data")
+        share, count = (0, 1) if part is None else part
+        if not 0 <= share < count:
+            raise ValueError(f"part must be (share, number of shares), such as grid.data, got {part}")
         self.samples, self.batch_size, self.micro_batches = samples, batch_size, micro_batches
         self.offset, self._of_member = share * batch_size, count * batch_size  # samples of a micro-batch
         self.balanced = balanced

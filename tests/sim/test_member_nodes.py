@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -157,6 +159,7 @@ def test_optimizers_without_parts_on_all_ranks_of_a_member_are_refused() -> None
             lambda: onebit.LocalSteps(torch.optim.SGD([p], lr=0.1), every=2, transport=members),
             lambda: onebit.AveragedSteps(torch.optim.SGD([p], lr=0.1), transport=members),
             lambda: membership.MemberSampler(members, 64, 4, balanced=True),
+            lambda: membership.MemberSampler(members, 64, 4),
             lambda: members.parts(ModelParallelGroup(SimTransport())),
             lambda: members.parts(ModelParallelGroup(SimTransport(), stages=local)),
         ):
@@ -178,11 +181,50 @@ def test_optimizers_without_parts_on_all_ranks_of_a_member_are_refused() -> None
         "this one has several",
         "divides its model",
         "balanced=False",
+        "give part=grid.data",
         "2 ranks",
         "2 ranks",
     ]
     for said in run.results.values():
         assert all(word in text for word, text in zip(words, said, strict=True)), said
+
+
+@pytest.mark.parametrize(("max_grad_norm", "expected"), [(0.0, 2), (5.0, 3)])
+def test_a_step_tells_a_nodes_ranks_twice_or_three_times(
+    max_grad_norm: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the first steps, whose gradients are compared, are over; docs/members.md has these numbers."""
+    told, check_of = Counter[str](), Node.check
+
+    def counted(node: Node, *, is_due: bool = False) -> bool:
+        told[threading.current_thread().name] += 1
+        return check_of(node, is_due=is_due)
+
+    monkeypatch.setattr(Node, "check", counted)
+
+    def work(members: Members, local: Transport) -> list[int]:
+        parts, p = members.parts(ModelParallelGroup(local.split(range(local.world_size)))), shard(local.rank, 2)
+        optimizer = onebit.OnebitAdam(
+            [p], lr=1e-2, compression="always", freeze_step=4, max_grad_norm=max_grad_norm, check_replicas_every=0,
+            transport=members, model_parallel_group=parts,
+        )  # fmt: skip
+        begin(optimizer)
+        draw, counts = torch.Generator().manual_seed(ord(members.rendezvous.name)), []
+        for _ in range(8):
+            give_gradient(p, local, draw)
+            before = told[threading.current_thread().name]
+            optimizer.step()
+            counts.append(told[threading.current_thread().name] - before)
+        end(optimizer)
+        return counts
+
+    run = Run(Hub(2), work)
+    for name in "ab":
+        run.start_node(name, [INF, INF])
+    run.wait()
+    assert not run.errors
+    for counts in run.results.values():
+        assert counts[4:] == [expected] * 4 and max(counts) <= expected + 2
 
 
 def test_members_have_the_same_number_of_ranks() -> None:
@@ -193,6 +235,15 @@ def test_members_have_the_same_number_of_ranks() -> None:
     assert hub.members("b", [INF], node).rendezvous.name == "b"
     with pytest.raises(ValueError, match="the members of this run have 1 ranks each, and this one has 3"):
         Rendezvous(lambda: hub.store, "c", token="secret", ranks=3)
+
+
+def test_a_stranger_that_came_first_does_not_keep_members_out() -> None:
+    hub = Hub(1)
+    hub.store.set("ranks", "not signed with this run's token")
+    for name in "ab":
+        hub.members(name, [INF]).close()
+    with pytest.raises(ValueError, match="have 1 ranks each, and this one has 2"):
+        Rendezvous(lambda: hub.store, "c", token="secret", ranks=2)
 
 
 def test_ranks_of_members_draw_each_sample_once() -> None:
