@@ -123,10 +123,31 @@ def test_an_answer_whole_and_in_pieces(server: Server) -> None:
     events = [json.loads(line) for line in lines[:-1]]
     assert lines[-1] == "[DONE]" and "".join(event["choices"][0]["text"] for event in events) == expected
     assert [event["choices"][0]["finish_reason"] for event in events[-2:]] == [None, "length"]
+    assert all("usage" not in event for event in events)
     talk = [{"role": "system", "content": "On"}, {"role": "user", "content": "ce"}]
     chat = server.post("/v1/chat/completions", messages=talk, max_tokens=12).json()
     assert chat["choices"][0]["message"] == {"role": "assistant", "content": expected}
     assert chat["object"] == "chat.completion"
+
+
+@pytest.mark.parametrize("how", ["prompt", "messages"])
+def test_a_streamed_answer_tells_its_usage_if_asked(server: Server, how: str) -> None:
+    """By OpenAI's rule: an event of its own before the end, without a choice; null in the others."""
+    path = "/v1/completions" if how == "prompt" else "/v1/chat/completions"
+    asked = {"prompt": "Once", "messages": [{"role": "user", "content": "Once"}]}
+    body = {how: asked[how], "max_tokens": 12, "temperature": 0}
+    usage = server.post(path, **body).json()["usage"]
+    streamed = server.post(path, **body, stream=True, stream_options={"include_usage": True}).text
+    lines = [line.removeprefix("data: ") for line in streamed.split("\n\n") if line]
+    *events, last = [json.loads(line) for line in lines[:-1]]
+    assert events and all(event["usage"] is None and event["choices"] for event in events)
+    reused = last["usage"].pop("prompt_tokens_details")["cached_tokens"]
+    assert usage.pop("prompt_tokens_details")["cached_tokens"] <= reused <= 3
+    assert last["choices"] == [] and last["usage"] == usage and last["object"] == events[0]["object"]
+    silent = server.post(path, **body, stream=True, stream_options={"include_usage": False}).text
+    assert "usage" not in silent
+    refused = server.post(path, **body, stream_options={"include_usage": True})
+    assert refused.status_code == 400 and "stream_options" in refused.json()["error"]["message"]
 
 
 def test_a_talk_computes_its_new_tokens_alone(server: Server) -> None:

@@ -67,6 +67,14 @@ class Limits:
     hosts: tuple[str, ...] | None = None
 
 
+class StreamOptions(BaseModel):
+    """include_usage: Whether an event before [DONE] has the usage, and no choice."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+
+
 class _Asked(BaseModel):
     """What both kinds of requests may say. Fields that are absent follow the model's generation_config."""
 
@@ -82,6 +90,7 @@ class _Asked(BaseModel):
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     stream: bool = False
+    stream_options: StreamOptions | None = None
     n: Literal[1] = 1
     user: str | None = None
 
@@ -207,6 +216,8 @@ def make_app(served: Served, worker: Worker, limits: Limits, token: str | None) 
     async def _answer(asked: Completion | Chat, tokens: list[int], most: int, request: Request) -> Response:
         if asked.model not in (None, served.name):
             raise _Refusal(404, f"model: this server has {served.name}, not {asked.model}")
+        if asked.stream_options is not None and not asked.stream:
+            raise _Refusal(400, 'stream_options: they belong to "stream": true')
         loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[list[int], str | None]]()
 
         def tell(answer: Answer) -> None:
@@ -224,18 +235,23 @@ def make_app(served: Served, worker: Worker, limits: Limits, token: str | None) 
         form, about = _FORMS[type(asked)], {"id": f"onebit-{uuid.uuid4().hex}", "created": int(time.time())}
         about["model"] = served.name
         pieces = _pieces(answer, news, text, request)
+
+        def usage() -> dict[str, object]:
+            return {
+                "prompt_tokens": len(tokens),
+                "completion_tokens": len(answer.tokens),
+                "total_tokens": len(tokens) + len(answer.tokens),
+                "prompt_tokens_details": {"cached_tokens": answer.reused},
+            }
+
         if asked.stream:
-            return StreamingResponse(_events(form, about, pieces), media_type="text/event-stream")
+            tells_usage = asked.stream_options is not None and asked.stream_options.include_usage
+            events = _events(form, about, pieces, usage if tells_usage else None)
+            return StreamingResponse(events, media_type="text/event-stream")
         parts = [part async for part in pieces]
-        usage = {
-            "prompt_tokens": len(tokens),
-            "completion_tokens": len(answer.tokens),
-            "total_tokens": len(tokens) + len(answer.tokens),
-            "prompt_tokens_details": {"cached_tokens": answer.reused},
-        }
         choice = {"index": 0, **form.whole("".join(piece for piece, _ in parts)), "logprobs": None}
         choice["finish_reason"] = parts[-1][1]
-        return JSONResponse({**about, "object": form.name, "choices": [choice], "usage": usage})
+        return JSONResponse({**about, "object": form.name, "choices": [choice], "usage": usage()})
 
     async def _pieces(
         answer: Answer, news: asyncio.Queue[tuple[list[int], str | None]], text: Text, request: Request
@@ -282,14 +298,23 @@ def _sentence(error: dict[str, Any]) -> str:
 
 
 async def _events(
-    form: _Form, about: dict[str, Any], pieces: AsyncIterator[tuple[str, str | None]]
+    form: _Form,
+    about: dict[str, Any],
+    pieces: AsyncIterator[tuple[str, str | None]],
+    usage: Callable[[], dict[str, object]] | None,
 ) -> AsyncIterator[str]:
-    """Server-sent events: a line for each piece, and [DONE]. An error after the first piece is a line, too."""
-    name = form.name if form.name == "text_completion" else f"{form.name}.chunk"
+    """Server-sent events: a line for each piece, one for the usage if it is asked for, and [DONE].
+
+    An error after the first piece is a line, too, and the last before [DONE].
+    """
+    about = {**about, "object": form.name if form.name == "text_completion" else f"{form.name}.chunk"}
+    no_usage = {} if usage is None else {"usage": None}
     try:
         async for piece, reason in pieces:
             choice = {"index": 0, **form.piece(piece), "logprobs": None, "finish_reason": reason}
-            yield f"data: {json.dumps({**about, 'object': name, 'choices': [choice]})}\n\n"
+            yield f"data: {json.dumps({**about, 'choices': [choice], **no_usage})}\n\n"
+        if usage is not None:
+            yield f"data: {json.dumps({**about, 'choices': [], 'usage': usage()})}\n\n"
     except _Refusal as refusal:
         yield f"data: {json.dumps(error_of(str(refusal), refusal.kind))}\n\n"
     finally:
