@@ -340,6 +340,18 @@ def test_what_was_not_cleaned_or_was_changed_is_not_written(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+def test_parts_that_were_compressed_apart_are_written_as_codes(tmp_path: Path) -> None:
+    """Two models in one, and a third that never was compressed; names count from the whole."""
+    chosen = ("sparse_pruning", "row_pruning")
+    parts = [redundancy_clean(after_training({name: GPT_TECHNIQUES[name]})) for name in chosen]
+    whole, plain = nn.ModuleList([*parts, gpt()]), nn.ModuleList([gpt(), gpt(), gpt()])
+    apart = sum(export_compressed(part, tmp_path / f"{k}.safetensors") for k, part in enumerate(whole))
+    assert export_compressed(whole, tmp_path / "whole.safetensors") < 1.05 * apart
+    back = import_compressed(plain, tmp_path / "whole.safetensors")
+    for one, other in zip(whole, back, strict=True):
+        assert torch.equal(said(other), said(one))
+
+
 def test_a_damaged_file_or_one_of_another_model_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "small.safetensors"
     export_compressed(redundancy_clean(after_training(GPT_TECHNIQUES)), file)

@@ -87,8 +87,17 @@ def clean(armed: Armed) -> nn.Module:
 
 
 def cleaned_in(model: nn.Module) -> Cleaned:
-    """The facts that cleaning has recorded; empty for a model that never was compressed."""
-    return next((m.__dict__[_CLEANED] for m in model.modules() if _CLEANED in m.__dict__), Cleaned())
+    """The facts that cleaning has recorded of a model, or of models inside it, by their names from here on."""
+    found = Cleaned()
+    for name, module in model.named_modules():
+        own: Cleaned | None = module.__dict__.get(_CLEANED)
+        if own is None:
+            continue
+        prefix = f"{name}." if name else ""
+        found.scales |= {prefix + weight: of_weight for weight, of_weight in own.scales.items()}
+        found.sizes |= {(prefix + part).rstrip("."): sizes for part, sizes in own.sizes.items()}
+        found.pruned |= {prefix + weight for weight in own.pruned}
+    return found
 
 
 def mark_cleaned(model: nn.Module, cleaned: Cleaned) -> None:
