@@ -12,6 +12,7 @@ from onebit.zero.compression.matrices import Form
 from onebit.zero.compression.packing import Codes
 from onebit.zero.compression.quantizers import Code, Grid, Scales, pack_bits
 from onebit.zero.inference.codes import packed_of
+from onebit.zero.inference.layers import ServedEmbedding, ServedLinear
 from onebit.zero.inference.packed import Groups, Rows
 
 HALF = 2.0**-8
@@ -118,3 +119,19 @@ def test_groups_are_within_half_a_step(N: int, K: int, group: int) -> None:
 def test_matrices_in_int4_are_of_host_memory() -> None:
     with pytest.raises(ValueError, match="served from host memory, got meta: use int8"):
         Groups.quantized(torch.zeros(4, 32, device="meta"))
+
+
+@pytest.mark.parametrize("kind", [Rows, Groups])
+def test_a_weight_is_in_floats_only_when_it_is_used(kind: type[Rows | Groups], monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5 asks for its dtype in every pass."""
+    matrix = kind.quantized(torch.randn(6, 32).bfloat16())
+    floats, made = matrix.weight, list[bool]()
+    monkeypatch.setattr(kind, "weight", property(lambda self: made.append(True) or floats))
+    for layer in (ServedLinear(matrix, None, None), ServedEmbedding(matrix)):
+        weight = layer.weight
+        assert weight.dtype == torch.bfloat16 and weight.shape == (6, 32) and weight.device == floats.device
+        assert isinstance(weight, Tensor) and weight.numel() == 192 and not made
+        x = torch.randn(3, 32).bfloat16()
+        assert torch.equal(x @ weight.T, x @ floats.T) and torch.equal(weight.float()[2], floats[2].float()) and made
+        assert type(weight + 1) is Tensor and torch.equal(weight, floats)
+        made.clear()

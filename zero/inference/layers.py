@@ -6,16 +6,40 @@ Shape legend: N outputs, K inputs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..parallel.styles import is_transposed
 from .packed import Groups, Packed, Rows, linear
 
 Join = Callable[[Tensor], Tensor]
 """Joins the products of all ranks: their sum, or their concatenation."""
+
+
+class InFloats(Tensor):
+    """The weight of a packed layer as models read it: the first operation makes the floats, [N, K].
+
+    Models that only ask for its dtype, as T5 in every pass, do not wait for them.
+    """
+
+    matrix: Packed
+
+    @staticmethod
+    def __new__(cls, matrix: Packed) -> InFloats:
+        size, device = (matrix.N, matrix.K), matrix.of_products.device
+        weight: InFloats = Tensor._make_wrapper_subclass(cls, size, dtype=matrix.dtype, device=device)
+        weight.matrix = matrix
+        return weight
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(cls, lambda weight: weight.matrix.weight, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class ServedLinear(nn.Module):
@@ -40,7 +64,7 @@ class ServedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The matrix in floats, [N, K], for models that read it."""
-        return self.matrix if isinstance(self.matrix, Tensor) else self.matrix.weight
+        return self.matrix if isinstance(self.matrix, Tensor) else InFloats(self.matrix)
 
     def forward(self, x: Tensor) -> Tensor:
         matrix, x = self.matrix, x if self.inputs is None else x[..., self.inputs]
@@ -62,7 +86,7 @@ class ServedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        return self.table.weight
+        return InFloats(self.table)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.table.lookup(ids)
