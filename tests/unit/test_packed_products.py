@@ -135,3 +135,9 @@ def test_a_weight_is_in_floats_only_when_it_is_used(kind: type[Rows | Groups], m
         assert torch.equal(x @ weight.T, x @ floats.T) and torch.equal(weight.float()[2], floats[2].float()) and made
         assert type(weight + 1) is Tensor and torch.equal(weight, floats)
         made.clear()
+
+
+def test_a_compiled_step_may_ask_a_packed_weight_for_its_dtype() -> None:
+    layer, x = ServedLinear(Rows.quantized(torch.randn(6, 32)), None, None), torch.randn(3, 32).bfloat16()
+    compiled = torch.compile(lambda x: layer(x.to(layer.weight.dtype)), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), layer(x.float()))

@@ -42,6 +42,11 @@ class InFloats(Tensor):
         return func(*args, **kwargs)
 
 
+def in_floats(matrix: Packed) -> Tensor:
+    """`InFloats`, or in a compiled step the floats themselves: they are left out of it if nothing reads them."""
+    return matrix.weight if torch.compiler.is_compiling() else InFloats(matrix)
+
+
 class ServedLinear(nn.Module):
     """y = join(x·Wᵀ) + b. matrix: [N, K], floats or packed. The bias has the size of the joined output.
 
@@ -64,7 +69,7 @@ class ServedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The matrix in floats, [N, K], for models that read it."""
-        return self.matrix if isinstance(self.matrix, Tensor) else InFloats(self.matrix)
+        return self.matrix if isinstance(self.matrix, Tensor) else in_floats(self.matrix)
 
     def forward(self, x: Tensor) -> Tensor:
         matrix, x = self.matrix, x if self.inputs is None else x[..., self.inputs]
@@ -86,7 +91,7 @@ class ServedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        return InFloats(self.table)
+        return in_floats(self.table)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.table.lookup(ids)
