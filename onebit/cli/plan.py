@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..comm import CODECS, momentum_codecs
-from ..zero.inference.plan import ServeRun, TokenPlan, stage_plan, token_plan
+from ..zero.inference.plan import WEIGHT_BYTES, ServeRun, TokenPlan, stage_plan, token_plan
 from ..zero.offload.encode_plan import EncodeRun, chosen_place, encode_plans
 from ..zero.offload.plan import FLOPS, OffloadRun
 from ..zero.offload.plan import chosen as chosen_mode
 from ..zero.offload.plan import plans as offload_plans
-from ..zero.plan import DTYPE_BYTES, Run, plans
+from ..zero.plan import Run, plans
 from ..zero.sequence.plan import SequenceRun
 from ..zero.sequence.plan import chosen as chosen_layout
 from ..zero.sequence.plan import plans as sequence_plans
@@ -264,8 +264,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--params", type=number, required=True, help="parameters of the model: 340m, 1.5e9")
     add("--hosts", type=int, required=True, help="number of hosts")
     add("--ranks-per-host", type=int, default=1, help="ranks on each host (default: 1)")
-    add("--dtype", choices=(*DTYPE_BYTES, "int8"), default="bf16", help="dtype of parameters; int8 only with --serve "
-        "(default: bf16)")  # fmt: skip
+    add("--dtype", choices=tuple(WEIGHT_BYTES), default="bf16", help="dtype of parameters; int8 and int4 only with "
+        "--serve (default: bf16)")  # fmt: skip
     add("--error-bytes", type=int, choices=(2, 4), default=4, help="bytes per element of the residuals (default: 4)")
     add("--link", type=rate, default=1e9, metavar="RATE", help="rate of a host's link: 1gbit, 100mbit (default: 1gbit)")
     add("--codec", choices=momentum_codecs(), default="sign", help="codec of the momentum, except in layouts that are "

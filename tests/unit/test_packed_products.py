@@ -14,6 +14,7 @@ from onebit.zero.compression.quantizers import Code, Grid, Scales, pack_bits
 from onebit.zero.inference.codes import packed_of
 from onebit.zero.inference.layers import ServedEmbedding, ServedLinear
 from onebit.zero.inference.packed import Groups, Rows
+from onebit.zero.inference.plan import WEIGHT_BYTES
 
 HALF = 2.0**-8
 """The relative error of a number rounded to bfloat16."""
@@ -141,3 +142,10 @@ def test_a_compiled_step_may_ask_a_packed_weight_for_its_dtype() -> None:
     layer, x = ServedLinear(Rows.quantized(torch.randn(6, 32)), None, None), torch.randn(3, 32).bfloat16()
     compiled = torch.compile(lambda x: layer(x.to(layer.weight.dtype)), fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), layer(x.float()))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Rows, "int8"), (Groups, "int4")])
+def test_the_plan_knows_the_bytes_of_a_weight(kind: type[Rows | Groups], dtype: str) -> None:
+    matrix = kind.quantized(torch.randn(512, 1024))
+    held = sum(buffer.nbytes for name, buffer in matrix.named_buffers() if name != "ones_N")
+    assert held / (512 * 1024) == pytest.approx(WEIGHT_BYTES[dtype], rel=0.01)

@@ -29,8 +29,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.01}
-ACTIVATION_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 4}
+WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.01, "int4": 0.53}
+ACTIVATION_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 4, "int4": 4}
 """Of what a pipeline's stages send each other. Packed models compute in their own dtype: at most float32."""
 LATENCY_S = 1.9e-4
 """Of one message over TCP, with its processor time; from the record that `comm/cost.py` names."""
