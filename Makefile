@@ -1,5 +1,5 @@
 # make demo    install into .venv, then train the same model with dense AdamW and with OnebitAdam, and compare
-# make bench   install, DeepSpeed into .venv-deepspeed, then measure everything against each other (an hour)
+# make bench   install, DeepSpeed into .venv-deepspeed, then time the collective, and steps of every method (an hour or two)
 # make test    install, then run the usual tests (about seventeen minutes on two cores)
 #      test-fast   those without processes, network and patience (a minute and a half)
 #      test-all    all of them (half an hour)
@@ -26,8 +26,9 @@ demo: $(INSTALLED)
 	$(BIN)/python scripts/demo.py $(ARGS)
 
 bench: $(INSTALLED)
-	-$(BIN)/python scripts/bench.py peer_deepspeed --prepare
-	$(BIN)/python scripts/bench.py suite $(ARGS)
+	-$(BIN)/python scripts/bench.py peer_deepspeed
+	$(BIN)/python scripts/bench.py collective
+	$(BIN)/python scripts/bench.py time_to_loss seconds --results runs/seconds.jsonl --rates 100mbit 1gbit --budget 20 $(ARGS)
 
 test: $(INSTALLED)
 	$(PYTEST) --tier usual --numprocesses 3 $(ARGS)

@@ -1,7 +1,7 @@
 """Run a benchmark: python scripts/bench.py NAME [options]; without a name, list them.
 
 python scripts/bench.py collective --hosts 4
-python scripts/bench.py suite --help
+python scripts/bench.py kernels --help
 """
 
 import ast
@@ -12,10 +12,8 @@ from pathlib import Path
 from bench.command import be_called
 
 NAMES = (
-    "suite",
     "collective",
     "hops",
-    "step",
     "pipeline",
     "kernels",
     "cubins",
@@ -39,11 +37,10 @@ NAMES = (
     "time_to_loss",
     "peer_deepspeed",
 )
-ROOMS = ("suite", "time_to_loss")  # benchmarks that have a room of their own
 
 
 def module_of(name: str) -> str:
-    return f"{name}.main" if name in ROOMS else f"bench.{name}"
+    return "time_to_loss.main" if name == "time_to_loss" else f"bench.{name}"  # it has a room
 
 
 def list_names() -> None:

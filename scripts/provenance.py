@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import subprocess
-from datetime import date
 from functools import cache
 from pathlib import Path
 
@@ -55,17 +54,6 @@ def record_path(text: str) -> Path:
 def add_record(parser: argparse.ArgumentParser, about: str = "write the report there, in Markdown") -> None:
     """Add --record, a file that may be a record."""
     parser.add_argument("--record", type=record_path, metavar="FILE", help=about)
-
-
-def add_results(parser: argparse.ArgumentParser, stem: str) -> None:
-    """Add --results, the lines of a bench whose record and figure lie beside them; by default of today, under runs/."""
-    parser.add_argument(
-        "--results",
-        type=record_path,
-        default=Path(f"runs/{stem}_{date.today():%Y-%m-%d}.jsonl"),
-        metavar="FILE",
-        help="JSON lines; the record beside it: .md, .png",
-    )
 
 
 def check_record(parser: argparse.ArgumentParser, path: Path) -> None:

@@ -3,8 +3,7 @@
     python scripts/bench.py collective --record scripts/records/collective_2026-11.md
 
 Each row is measured in one run of four hosts (network namespaces), both sides in turn. The limit of a side is its own
-payload over the link's rate. Needs root and iproute2; see `onebit emulate`. `suite/main.py` calls
-`worker`, too.
+payload over the link's rate. Needs root and iproute2; see `onebit emulate`.
 """
 
 from __future__ import annotations
@@ -121,38 +120,20 @@ def worker(args: argparse.Namespace) -> dict[str, dict] | None:
 def _measure_side(side: str, transport: Transport, args: argparse.Namespace, piece: int) -> dict:
     if side == ONE_BIT:
         whole = Compressed(args.elements, transport, SignCodec(), piece)
-        return measure(transport, whole, args.repeats, budget_s=args.budget_s)
+        return measure(transport, whole, args.repeats)
     dtype = torch.float32 if side == FP32 else torch.bfloat16
     warm = dense(-(-args.elements // 16), transport, dtype)  # the whole of it takes 13 s at 100 Mbit/s
     repeats = max(1, args.repeats // 3)
-    return measure(transport, dense(args.elements, transport, dtype), repeats, warm=warm, budget_s=args.budget_s)
-
-
-def run_workers(
-    cluster: Cluster,
-    transport: str,
-    sides: Sequence[str],
-    *,
-    elements: int,
-    repeats: int,
-    pieces: Sequence[int] = (PIECE,),
-    budget_s: float = 1e9,
-    timeout_s: float = 600,
-) -> dict[str, dict]:
-    """What `measure` says of each side, by workers on all hosts of a laid cluster. RuntimeError if they fail."""
-    asked = argparse.Namespace(transport=transport, sides=sides, elements=elements, repeats=repeats)
-    asked.pieces, asked.budget_s = pieces, budget_s
-    launcher = "mpirun" if transport == "mpi" else "none"
-    return on_cluster(cluster, worker, asked, launcher=launcher, timeout_s=timeout_s)
+    return measure(transport, dense(args.elements, transport, dtype), repeats, warm=warm)
 
 
 def run_network(network: str, transport: str, args: argparse.Namespace) -> list[Row]:
     """Lay the hosts, run the workers on them, take them down."""
     sides = [side for side in args.sides if transport == "gloo" or side != BF16]  # MPI has no bfloat16
+    asked = argparse.Namespace(**vars(args) | {"transport": transport, "sides": sides})
+    launcher = "mpirun" if transport == "mpi" else "none"
     with Cluster(hosts=args.hosts, rate=network) as cluster:
-        results = run_workers(
-            cluster, transport, sides, elements=args.elements, repeats=args.repeats, pieces=args.pieces
-        )
+        results = on_cluster(cluster, worker, asked, launcher=launcher)
     rate = parse_rate(network)
     return [
         Row(network, transport, side, *(r[key] for key in ("seconds", "sent_bytes", "wire_payload")), _limit_s(r, rate))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from bench.record import here, parser_of
-from bench.step import Silent
+from bench.silent import Silent
 from bench.timing import Timing, seconds
 from onebit import OnebitAdam, ZeroOneAdam
 from onebit.zero import ShardedOnebitAdam

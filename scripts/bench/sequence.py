@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bench.ranks import need_hosts, on_hosts
 from bench.record import here, parser_of
-from bench.step import Silent
+from bench.silent import Silent
 from bench.timing import measure
 from onebit import comm
 from onebit.cli.cluster import parse_rate

@@ -80,19 +80,15 @@ def measure(
     repeats: int,
     *,
     warm: Callable[[], None] | None = None,
-    before: Callable[[], object] = lambda: None,
-    budget_s: float = float("inf"),
 ) -> dict:
     """Seconds of the slowest rank per repetition, and bytes this rank sent in the last one. All ranks.
 
-    warm: what is done first, once, uncounted; default: act. before: the same before every repetition. budget_s: no
-    repetition starts after so many counted seconds. wire_bytes with headers, wire_payload without: None outside an
-    emulated host.
+    warm: what is done first, once, uncounted; default: act. wire_bytes with headers, wire_payload without: None outside
+    an emulated host.
     """
     (warm or act)()
     seconds: list[float] = []
-    while len(seconds) < repeats and sum(seconds) < budget_s:
-        before()
+    for _ in range(repeats):
         meet(transport)
         wire = _on_wire()
         meet(transport)  # again: another rank of this host must not send before the counter is read

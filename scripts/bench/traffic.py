@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import onebit
 from bench.record import here, parser_of
-from bench.step import Silent, skip_warmup
+from bench.silent import Silent, skip_warmup
 from onebit.comm import Work, kernels
 
 WORLD_SIZE = 4

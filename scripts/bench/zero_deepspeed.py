@@ -1,6 +1,6 @@
 """Stages 1 to 3 beside DeepSpeed 0.19.6 on CPU: seconds of a step, peak memory, and the loss, of the same JSON.
 
-    python scripts/bench.py peer_deepspeed --prepare
+    python scripts/bench.py peer_deepspeed
     python scripts/bench.py zero_deepspeed --record scripts/records/zero_deepspeed_2026-11.md
 
 Both engines train the same GPT from the same values on the same windows, with torch's fused AdamW, 2 ranks over Gloo on

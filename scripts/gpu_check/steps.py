@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from bench.step import Silent
+from bench.silent import Silent
 from bench.timing import Timing
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer

@@ -6,7 +6,7 @@
 
 Losses come from simulated ranks, each method once; seconds from steps on emulated hosts, whose computing is emulated by
 sleeping: the same loss on every network, at other seconds. What a file holds is not run again. DeepSpeed's optimizers
-run in its own environment, which `bench.py peer_deepspeed --prepare` makes. The parts are in scripts/time_to_loss/.
+run in its own environment, which `bench.py peer_deepspeed` makes. The parts are in scripts/time_to_loss/.
 """
 
 from __future__ import annotations

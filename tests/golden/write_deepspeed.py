@@ -1,6 +1,6 @@
 """Small checkpoints that DeepSpeed 0.19.6 writes, and the float32 weights that its own tool makes of them.
 
-    python scripts/bench.py peer_deepspeed --prepare
+    python scripts/bench.py peer_deepspeed
     .venv-deepspeed/bin/python tests/golden/write_deepspeed.py tests/golden/deepspeed_0.19.6.zip
 
 In the archive: STAGE-DTYPE/, a folder as save_checkpoint leaves it, with expected.pt beside its files. Two ranks on the

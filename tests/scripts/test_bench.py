@@ -7,7 +7,6 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
@@ -18,43 +17,17 @@ from bench import local_rounds as bench_local_rounds
 from bench import offload as bench_offload
 from bench import offload_gpu as bench_offload_gpu
 from bench import sequence, sequence_lengths, zero_deepspeed
-from bench import step as bench_step
 from bench import unlike as bench_unlike
-from bench.command import COMMAND
 from provenance import revision
-from ranks import run_torchrun
-from suite import main as bench_suite
-from suite.report import Setting, memory_bytes, report, rows_of
-from train.model import build_model
 
 from onebit.cli.cluster import available
 from onebit.host import native
-
-SETTING = Setting(elements=1_000_000, size="tiny", batch=1)
-MACHINE = {
-    "what": "machine", "date": "2026-11-21", "command": "python x.py", "cpu": "some", "cores": 2, "load": 0.1,
-    "memory_bytes_per_s": 1e10, "kernels": "C++", "torch": "2.13.0", "python": "3.11", "kernel": "6.18",
-    "revision": "abc", "deepspeed": "not prepared",
-}  # fmt: skip
 
 
 @pytest.fixture
 def emulated_hosts() -> None:
     if reason := available():
         pytest.skip(f"no emulated hosts here: {reason}")
-
-
-def line(what: str, contender: str, seconds: list[float], **more: object) -> dict:
-    """As suite/main.py writes it."""
-    where = {"network": "100mbit", "hosts": 4, "sent_bytes": 5e6, "wire_bytes": None, "setting": asdict(SETTING)}
-    return {"what": what, "contender": contender, "seconds": seconds} | where | more
-
-
-def cells(text: str, contender: str) -> dict[str, str]:
-    """The row of the contender, by heading."""
-    table = [[cell.strip(" *|") for cell in row.split(" | ")] for row in text.splitlines() if row.startswith("| ")]
-    headings = next(row for row in table if "contender" in row)
-    return dict(zip(headings, next(row for row in table if contender in row), strict=True))
 
 
 def rows_in(text: str) -> list[list[str]]:
@@ -140,101 +113,6 @@ def test_shortest_form_on_hosts_writes_its_record(name: str, tmp_path: Path, mon
     monkeypatch.setattr(bench_unlike, "WAYS", bench_unlike.WAYS[::2])  # one of each kind: each starts hosts anew
     words, row = ON_HOSTS[name]
     assert row in run_shortest(name, words, tmp_path / "record.md")
-
-
-# ---------------------------------------------------------------- steps
-
-
-def test_every_method_steps_and_sends_what_it_says(tmp_path: Path) -> None:
-    out = tmp_path / "step.json"
-    flags = ["--worker", "--size", "tiny", "--steps", "2", "--alone-steps", "1", "--out", str(out)]
-    run_torchrun(2, COMMAND, "step", *flags, "--method", *bench_step.METHODS, timeout_s=110).check()
-    results = json.loads(out.read_text())
-    assert list(results) == list(bench_step.METHODS)
-    for result in results.values():
-        times = result["seconds"] + result["compute_seconds"] + result["local_seconds"]
-        assert min(times) > 0 and result["wire_bytes"] is None
-    assert len(results["onebit-adam"]["seconds"]) == 2 and len(results["zero-one-adam, H = 8"]["seconds"]) == 1
-
-    n = sum(p.numel() for p in build_model("tiny", 0).parameters())
-    sent = {name: result["sent_bytes"] / n for name, result in results.items()}
-    assert (sent["ddp-fp32"], sent["ddp-bf16"], sent["ddp-fp16"]) == (4, 2, 2)  # 2·(W-1)/W = 1
-    assert sent["ddp-powersgd"] < 0.5
-    # 2.125 bits, and what padding and votes cost a model of only 120,000 parameters.
-    for name in ("onebit-adam", "onebit-lamb", "zero-one-adam"):
-        assert 2.125 / 16 < sent[name] < 1.1 * 2.125 / 16
-    # One step of eight, which asks before it sends whether all ranks are in the same round.
-    assert sent["zero-one-adam"] / 8 < sent["zero-one-adam, H = 8"] < 1.01 * sent["zero-one-adam"] / 8
-
-
-# ---------------------------------------------------------------- the suite
-
-
-@pytest.mark.net
-@pytest.mark.thorough
-def test_suite_records_what_it_measures_and_does_not_measure_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emulated_hosts: None
-) -> None:
-    results, record = tmp_path / "bench.jsonl", tmp_path / "bench.md"
-    flags = ["--networks", "1gbit", "--hosts", "2", "--size", "tiny", "--elements", "100000", "--steps", "2"]
-    contenders = ["onebit over gloo", "onebit-adam"]
-    flags += ["--methods", *contenders, "--repeats", "1", "--results", str(results)]
-    monkeypatch.setattr("sys.argv", [COMMAND, "suite"])
-    bench_suite.main(flags)
-    text, lines = record.read_text(), [json.loads(text) for text in results.read_text().split("\n") if text]
-    machine, *measured = lines
-    assert machine["revision"] in text and f"torch {machine['torch']}" in text
-    assert machine["command"] == "python scripts/bench.py suite"
-    assert {entry["contender"] for entry in measured} == {*contenders}
-    assert record.with_suffix(".png").stat().st_size > 10_000
-    for entry in measured:
-        assert entry["wire_bytes"] > entry["sent_bytes"] > 0
-        assert f"{entry['sent_bytes'] / 1e6:.2f}" == cells(text, entry["contender"])["sent MB"]
-
-    monkeypatch.setattr(bench_suite, "Cluster", None)
-    before = results.read_text()
-    bench_suite.main(flags)
-    assert results.read_text() == before
-    assert record.read_text() == text
-
-
-def test_report_compares_with_fp32_and_with_the_limit() -> None:
-    lines = [
-        MACHINE,
-        line("collective", "onebit over gloo", [0.5, 0.4, 0.6], wire_bytes=5.25e6),
-        line("collective", "all-reduce fp32", [13.0], sent_bytes=150e6),
-        line("step", "onebit-adam", [2.0], compute_seconds=[1.0], local_seconds=[0.5]),
-        line("step", "ddp-fp32", [14.0], sent_bytes=150e6, compute_seconds=[1.0], local_seconds=[0.25]),
-        line("step", "ddp-bf16", [5.0], sent_bytes=75e6, compute_seconds=[1.0], local_seconds=[0.25]),
-    ]
-    text = report(lines, SETTING)
-    collective = cells(text, "onebit over gloo")
-    assert collective["s"] == "0.500" and collective["spread"] == "0.400-0.600, 3"
-    assert collective["payload/bandwidth s"] == "0.400" and collective["s / limit"] == "1.25"
-    assert collective["faster than fp32"] == "26.00 ×" and collective["wire"] == "1.050"
-    step = cells(text, "onebit-adam")
-    assert step["faster than fp32"] == "7.00 ×" and step["s / limit"] == "1.33" and step["not hidden s"] == "0.500"
-    assert cells(text, "ddp-fp32")["s / limit"] == "1.17"  # the wire is the limit: 12 s
-    assert "**DeepSpeed is left out:** not prepared." in text
-
-
-def test_report_says_what_failed_until_it_is_measured() -> None:
-    failed = line("step", "ddp-bf16", []) | {"error": "ended with status 1"}
-    del failed["seconds"]
-    assert "**Failed:** step ddp-bf16, 100mbit, 4 hosts: ended with status 1." in report([MACHINE, failed], SETTING)
-    assert "Failed" not in report([MACHINE, failed, line("step", "ddp-bf16", [1.0])], SETTING)
-
-
-def test_newest_line_counts_and_other_settings_do_not() -> None:
-    other = Setting(SETTING.elements, "small", 1).mark(line("step", "ddp-fp32", [9.0]))
-    rows = rows_of([MACHINE, line("step", "ddp-fp32", [1.0]), line("step", "ddp-fp32", [2.0]), other], SETTING)
-    assert [row.s for row in rows] == [2.0]
-
-
-def test_unshaped_link_is_limited_by_memory_alone() -> None:
-    (row,) = rows_of([MACHINE, line("collective", "all-reduce fp32", [1.0], network="none")], SETTING)
-    assert row.payload_s is None
-    assert row.limit_s == 4 * memory_bytes("all-reduce fp32", SETTING.elements, 4) / 1e10
 
 
 @pytest.mark.skipif(not native.is_built(), reason=f"needs the C++ library: {native.why_not()}")

@@ -87,7 +87,6 @@ COMMANDS: dict[str, tuple[str, Sequence[str]]] = {
     "bench.py offload_gpu": ("bench.offload_gpu", ["--record", str(RECORD)]),
     "bench.py local_rounds": ("bench.local_rounds", ["--record", str(RECORD)]),
     "bench.py pipeline": ("bench.pipeline", ["--record", str(RECORD)]),
-    "bench.py suite": ("suite.main", ["--results", str(RECORD)]),
     "bench.py traffic": ("bench.traffic", ["--record", str(RECORD)]),
     "bench.py zero_memory": ("bench.zero_memory", ["--record", str(RECORD)]),
     "count_house.py": ("count_house", ["--record", str(RECORD)]),
