@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch._dynamo  # in the process that forks instead of in each rank
 from decoders import ROWS, STEPS, batches, config_of, decoder
 from torch import Tensor
 from transformers import LlamaForCausalLM  # noqa: F401  (600 modules, 1 to 2 s: in the process that forks, too)

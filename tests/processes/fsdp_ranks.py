@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-import torch._dynamo  # fully_shard imports it: 2 s, once in the process that forks instead of once in each rank
 from errors import error_of
 from fsdp_cases import (
     COMMON,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch._dynamo  # fully_shard imports it: 2 s, once in the process that forks instead of once in each rank
 from engine_ranks import config_of, dataset, net, train
 from family import same
 from tensor_cases import SIZE, gpt, next_byte_loss, windows

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-import torch._dynamo  # fully_shard imports it: 2 s, once in the process that forks instead of once in each rank
 from engine_ranks import bits, config_of, dataset, net, train
 from torch import Tensor
 from torch.distributed.tensor import DTensor

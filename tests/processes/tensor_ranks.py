@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch._dynamo  # fully_shard imports it: once in the process that forks instead of once in each rank
 import torch.distributed.checkpoint as dcp
 from errors import error_of
 from grid_cases import Cases
