@@ -16,6 +16,8 @@ INSTALLED := .venv/.installed
 ARGS ?=
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+unexport PYTHONDONTWRITEBYTECODE  # some images set it: each process would compile what it imports anew
+
 .DEFAULT_GOAL := help
 .PHONY: help demo bench test test-fast test-all test-matrix lint docs clean
 

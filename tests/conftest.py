@@ -12,7 +12,7 @@ import re
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,6 +37,8 @@ GUARD = tiers.Guard()
 TOO_OLD = pytest.StashKey[bool]()
 LONGEST = ("test_membership.py",)
 """Files that take a worker minutes, mostly of waiting. They begin first: else the others wait for it at the end."""
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,6 +51,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     is_left_out = tier == "fast" and collection_path.name in tiers.PROCESS_FOLDERS and collection_path.parent == TESTS
     is_thorough = tier != "all" and is_file and tiers.IS_THOROUGH.search(collection_path.read_text())
     return True if is_left_out or is_thorough else None
+
+
+class Rotated(pytest.Dir):
+    """A folder that each worker of xdist begins to collect elsewhere: what one has compiled, the others read."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        found = list(super().collect())
+        first = WORKER * len(found) // WORKERS
+        return found[first:] + found[:first]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector:
+    return Rotated.from_parent(parent, path=path)
 
 
 def first_tier(item: pytest.Item) -> str:
@@ -71,6 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+    if WORKERS > 1:
+        items.sort(key=lambda item: item.path)  # the same order in each worker, whichever it began with
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
