@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import start
 from torch import nn
 
 pytest.importorskip("transformers", reason="needs transformers: pip install onebit[transformers]")
@@ -16,15 +15,16 @@ pytest.importorskip("rich", reason="needs rich: pip install onebit[train]")
 
 from study import inference_models as study
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "study.py"
 
 
 @pytest.mark.timeout(120)
-def test_models_pass_in_each_form_or_are_refused_by_it() -> None:
-    command = [sys.executable, "study.py", "inference-models", "--quick"]
-    ended = subprocess.run(command, cwd=SCRIPTS, capture_output=True, text=True, timeout=110)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    rows = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in ended.stdout.splitlines()}
+def test_models_pass_in_each_form_or_are_refused_by_it(tmp_path: Path) -> None:
+    output, errors = tmp_path / "output", tmp_path / "errors"
+    status = start(str(SCRIPT), "inference-models", "--quick", output=output, errors=errors).wait(110)
+    assert status == 0, output.read_text() + errors.read_text()
+    lines = output.read_text().splitlines()
+    rows = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in lines}
     assert len(rows["model"]) == len(study.FORMS) + 1 == 8
     assert rows["Llama"][1:4] == ["ok"] * 3 and rows["T5"][1:3] == ["ok"] * 2
     assert all(cell.startswith("refused [") for cell in (rows["T5"][3], *rows["BLOOM"][1:]))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ranks import start
 
 pytest.importorskip("transformers", reason="needs transformers: pip install onebit[transformers]")
 pytest.importorskip("rich", reason="needs rich: pip install onebit[train]")
@@ -18,23 +17,24 @@ from onebit.comm import torch_versions
 
 LAYOUTS = ["ZeRO 0", "ZeRO 3", "tensor 2", "pipe 2"]  # on two ranks; processes/test_decoders.py has grids of eight
 SHORT = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2] / "scripts")!r})
 from study import models
 models.CASES = [case for case in models.CASES if case.layout in {LAYOUTS}]
 models.main(["--quick"])
 """
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 CASE = CASES[0]  # float32
 GOOD = Found([2.0, 1.0], {"weight": 0.0}, {"weight": 1}, True, {"weight": 1}, [])
 
 
 @pytest.mark.timeout(240)
-def test_two_models_pass_in_each_form_or_are_refused_by_it() -> None:
+def test_two_models_pass_in_each_form_or_are_refused_by_it(tmp_path: Path) -> None:
     torch_versions.require_fsdp2()
-    ended = subprocess.run([sys.executable, "-c", SHORT], cwd=SCRIPTS, capture_output=True, text=True, timeout=230)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    rows = {
-        cells[0]: cells[1:] for line in ended.stdout.splitlines() if len(cells := line.strip("| ").split(" | ")) > 1
-    }
+    program, output, errors = (tmp_path / name for name in ("short.py", "output", "errors"))
+    program.write_text(SHORT)
+    assert start(str(program), output=output, errors=errors).wait(230) == 0, output.read_text() + errors.read_text()
+    lines = output.read_text().splitlines()
+    rows = {cells[0]: cells[1:] for line in lines if len(cells := line.strip("| ").split(" | ")) > 1}
     assert rows["model"][:-1] == LAYOUTS and rows["Llama"][:-1] == ["ok"] * len(LAYOUTS)
     assert rows["BERT"][:2] == ["ok"] * 2 and rows["BERT"][3].startswith("refused [")
 
