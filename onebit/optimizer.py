@@ -732,6 +732,21 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
                     # Taken and written, or skipped; the members meet before the next one.
                     return None if self.stats.skipped_steps == skipped else []
 
+    def why_not_repeated(self) -> str:
+        """See `membership.copying.Repeatable`."""
+        if self.policy.compresses is False or any(bucket.ef is None for bucket in self.buckets):
+            return "its steps exchange gradients"
+        return ""
+
+    def at_rest(self, bucket: Bucket) -> list[Tensor]:
+        """See `membership.copying.Repeatable`."""
+        flats = [flat for name, flat in bucket.flat.items() if name in self.rule.at_rest]
+        return [view for flat in flats for view in bucket.layout.views(flat)]
+
+    def is_exchanging(self) -> bool:
+        """See `membership.copying.Repeatable`."""
+        return self._driver.is_exchanging()
+
     @property
     def forgotten(self) -> State | None:
         """The step under way if a change of members has ended it, until it is sent again. See `delay`."""

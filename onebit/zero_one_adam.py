@@ -38,6 +38,7 @@ class ZeroOneRule(Rule):
     """0/1 Adam's steps, of a kind that `VarianceUpdates` and `Synchronisations` choose. Mathematics: `ZeroOneAdam`."""
 
     kind = "0/1 Adam"
+    at_rest: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
     adam_names: ClassVar = {"exp_avg_update": "exp_avg"}  # m/D has another name: torch's AdamW would take it for m
     of_parameters = ("parameters", "waiting")
 

@@ -34,6 +34,7 @@ NAMES = (
     "unlike",
     "churn",
     "members",
+    "newcomers",
     "time_to_loss",
     "peer_deepspeed",
 )

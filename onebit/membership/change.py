@@ -14,34 +14,41 @@ without any traffic. The residuals of lost members are lost, and counted (`resid
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from ..agreement.replicas import check_same_lines, make_equal
-from ..checkpoint.archive import read_archive
 from ..comm import PeerError, Transport
 from ..comm.messages import gather_bytes, gather_texts
 from ..comm.transports.notes import outside_calls
 from ..model_parallel import local
 from ..usage.contract import Group, State
+from .copying import (
+    Giver,
+    Repeatable,
+    copy_state,
+    difference,
+    digested,
+    filled,
+    receive_state,
+    send_state,
+    without,
+)
 from .members import Members, Standing, Travels
 from .published import Waits
-from .rendezvous import MembershipError
+from .rendezvous import MembershipError, Rendezvous
 from .residuals import NOTHING_LOST, Loss
 from .sampler import MemberSampler
 
 log = logging.getLogger(__name__)
 
-STANDING_BYTES = 320
+STANDING_BYTES = 352
 """Length of a member's `Standing` as JSON, padded: room for numbers of 18 digits."""
 
 _TELL_OF_IDLE = (5, 50, 500, 5000)
@@ -150,6 +157,11 @@ def begin(optimizer: Changing, **travels: Travels) -> None:
         raise ValueError("expected one MemberSampler, got several; use one over a torch.utils.data.ConcatDataset")
     members.travels, members.sampler = travels, samplers[0] if samplers else None
     try:
+        rendezvous = members.rendezvous
+        if isinstance(optimizer, Repeatable) and isinstance(rendezvous, Rendezvous):
+            members.copy = copy_state(optimizer, members, rendezvous, _lines(optimizer, members))
+            members.giver = Giver(optimizer, members, lambda: _lines(optimizer, members))
+            rendezvous.gives(members.giver)
         change(optimizer, members, None)
     except BaseException:
         members.abandon()  # members that wait for this one continue
@@ -248,10 +260,11 @@ def _enter_next(
     data, seconds = ([], 0.0) if sampler is None else (sampler.leave_world(), sampler.tell())
     progress, is_new = list(optimizer.progress()), members.roster is None
     steps = max(optimizer.steps_taken(), progress[0])  # a step under way has had its samples
+    copied = members.copy is not None
     while True:
         try:
             members.enter_next(why)
-            standing = _exchange(members, Standing(steps, progress, members.has_state, is_new, data, seconds))
+            standing = _exchange(members, Standing(steps, progress, members.has_state, is_new, data, seconds, copied))
             theirs = _bring_together(optimizer, members, standing, own)
             assert members.roster is not None
             # A copy of the state may take longer than a transport's timeout: wait in the rendezvous instead.
@@ -259,9 +272,12 @@ def _enter_next(
             break
         except PeerError as error:
             why = error
+    members.copy = None
     if theirs is None or theirs["optimizer"] is None:
         optimizer.enter_world(own)
     else:
+        if members.giver is not None:
+            members.giver.forget()
         optimizer.take_over(theirs["optimizer"], own if members.has_state else None)
     if theirs is not None and not members.has_state:
         for name, its in members.travels.items():
@@ -283,7 +299,7 @@ def _bring_together(optimizer: Changing, members: Members, standing: Sequence[St
     with_state = [rank for rank, its in enumerate(standing) if its.has_state]
     params = [local(p) for group in optimizer.param_groups for p in group["params"]]
     if len(with_state) < members.world_size:
-        _refuse_strangers(optimizer, members, params, with_state)
+        _refuse_strangers(optimizer, members, with_state)
     if not with_state:
         if members.rendezvous.has_begun(members.roster):
             raise MembershipError(
@@ -302,17 +318,28 @@ def _bring_together(optimizer: Changing, members: Members, standing: Sequence[St
         return None
     ranks = sorted([source, *lacking])
     part = members.split(ranks)
+    may_have_some = any(standing[rank].copied for rank in lacking)
     if members.rank != source:
-        return _receive(part, ranks.index(source))
-    _send(part, _shared(members, optimizer.for_others(own)))
+        held = {} if members.copy is None else members.copy.held(part.timeout_s / 2)
+        if may_have_some:
+            gather_texts(part, " ".join(held))
+        theirs: State = filled(receive_state(part, ranks.index(source), PIECE_BYTES), held)
+        return theirs
+    state = optimizer.for_others(own)
+    if may_have_some:
+        digests = digested(state)
+        told = [set(text.split()) for text in gather_texts(part, "")]
+        del told[ranks.index(source)]
+        state = without(state, digests, set.intersection(*told))
+    send_state(part, _shared(members, state), PIECE_BYTES)
     return None
 
 
 def _share(members: Members) -> State | None:
     """Founders without steps take over the first one's other objects: buffers, a schedule."""
     if members.rank != 0:
-        return _receive(members, 0)
-    _send(members, _shared(members, None))
+        return receive_state(members, 0, PIECE_BYTES)
+    send_state(members, _shared(members, None), PIECE_BYTES)
     return None
 
 
@@ -320,57 +347,31 @@ def _shared(members: Members, optimizer: State | None) -> State:
     return {"optimizer": optimizer, "travels": {name: its.state_dict() for name, its in members.travels.items()}}
 
 
-def _refuse_strangers(
-    optimizer: Changing, members: Members, params: Sequence[Tensor], with_state: Sequence[int]
-) -> None:
+def _refuse_strangers(optimizer: Changing, members: Members, with_state: Sequence[int]) -> None:
     """Raise ValueError in newcomers with another model or other options than the run.
 
     The others raise PeerError, and continue. If there are only founders, ValueError on all.
     """
-    lines = [f"parameter {k}: {p.dtype} {tuple(p.shape)}" for k, p in enumerate(params)]
-    lines += [*optimizer.option_lines(), f"travels: {sorted(members.travels)}"]
-    lines += [] if members.sampler is None else members.sampler.option_lines()
-    lines.append(f"min_members={members.rendezvous.min_members}")
+    lines = _lines(optimizer, members)
     if not with_state:
         return check_same_lines(members, "models and options", lines, members.device)
     texts = [text.split("\n") for text in gather_texts(members, "\n".join(lines))]
     theirs = texts[with_state[0]]
     strangers = [rank for rank, text in enumerate(texts) if text != theirs]
     if members.rank in strangers:
-        pairs = enumerate(zip_longest(lines, theirs, fillvalue="nothing"))
-        k, (mine, run) = next((k, pair) for k, pair in pairs if pair[0] != pair[1])
-        raise ValueError(
-            f"{members.rendezvous.name} has another model or other options than the run: entry {k} is {mine} here, "
-            f"{run} there; build the same model and the same optimizer"
-        )
+        raise ValueError(difference(members.rendezvous.name, lines, theirs))
     if strangers:
         raise PeerError("newcomers with another model or other options were refused", strangers)
     return None
 
 
-def _send(part: Transport, state: State) -> None:
-    file = io.BytesIO()
-    torch.save(state, file)
-    data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(part.device)
-    part.broadcast(torch.tensor([len(data)], dtype=torch.int64, device=part.device), part.rank).wait()
-    for piece in data.split(PIECE_BYTES):
-        part.broadcast(piece, part.rank).wait()
-
-
-def _receive(part: Transport, source: int) -> State:
-    length = torch.zeros(1, dtype=torch.int64, device=part.device)
-    part.broadcast(length, source).wait()
-    data = torch.empty(int(length), dtype=torch.uint8, device=part.device)
-    for piece in data.split(PIECE_BYTES):
-        part.broadcast(piece, source).wait()
-    try:
-        state: State = read_archive(io.BytesIO(data.cpu().numpy().tobytes()))
-    except Exception as error:  # whatever a class that torch does not load unpickles to
-        raise MembershipError(
-            "the state of a member cannot be read here: what `begin` is given must have a state_dict of tensors, "
-            f"numbers, strings, lists and dicts ({str(error).splitlines()[0]})"
-        ) from error
-    return state
+def _lines(optimizer: Changing, members: Members) -> list[str]:
+    """What must be the same on all members, as text."""
+    params = [local(p) for group in optimizer.param_groups for p in group["params"]]
+    lines = [f"parameter {k}: {p.dtype} {tuple(p.shape)}" for k, p in enumerate(params)]
+    lines += [*optimizer.option_lines(), f"travels: {sorted(members.travels)}"]
+    lines += [] if members.sampler is None else members.sampler.option_lines()
+    return [*lines, f"min_members={members.rendezvous.min_members}"]
 
 
 def _report(members: Members, found: Change, steps: int, why: PeerError | None) -> None:

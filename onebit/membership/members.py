@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from ..model_parallel import ModelParallelGroup
 from .node import InNode, Node, NodeRendezvous
 from .rendezvous import Rendezvous, Roster
 from .residuals import Loss, Residual, Residuals, RunningResidualNorm
+
+if TYPE_CHECKING:
+    from .copying import Copy, Giver
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ class Standing:
         is_new: Whether it was in no epoch before.
         round: Its round of the data: see `MemberSampler.leave_world`. Empty: it has no sampler.
         seconds: Of its micro-batches: see `MemberSampler.tell`. Default 0.
+        copied: Whether it has copied parts of the run's state before this change: see `copying.py`. Default False.
     """
 
     steps: int
@@ -58,6 +62,7 @@ class Standing:
     is_new: bool
     round: Sequence[int]
     seconds: float = 0.0
+    copied: bool = False
 
 
 class DividesData(Protocol):
@@ -92,6 +97,8 @@ class Members(Transport):
         joined: Number of members that have come since this one began.
         travels: Other objects whose state a newcomer gets, by name.
         sampler: The one among them that divides the data; None if there is none.
+        giver: Gives newcomers a copy of the state before they come in; None if steps cannot be repeated.
+        copy: What this newcomer has copied before it came in; None if nothing, or later.
         met_at: The members of the last change, and how far this one was.
         idle_changes: Number of changes since then with the same members and no step.
     """
@@ -105,6 +112,8 @@ class Members(Transport):
         self.lost = self.joined = 0
         self.travels: Mapping[str, Travels] = {}
         self.sampler: DividesData | None = None
+        self.giver: Giver | None = None
+        self.copy: Copy | None = None
         self.met_at: object = None
         self.idle_changes = 0
         self._residuals, self._residual_norm = Residuals(), RunningResidualNorm()
@@ -132,6 +141,8 @@ class Members(Transport):
             self._now.abandon("" if why is None else "another member was lost")
         self._now = SimTransport()
         self.roster = roster = self.rendezvous.meet(last, missed)
+        if self.giver is not None:
+            self.giver.enter(roster)
         if last is not None and roster.epoch != last.epoch + 1:
             self.has_state = False  # the others have continued without this member
         self._now = self._connect(roster, roster.names.index(self.rendezvous.name))
@@ -139,6 +150,17 @@ class Members(Transport):
         if last is not None:
             gone, come = set(last.names) - set(roster.names), set(roster.names) - set(last.names)
             self.lost, self.joined = self.lost + len(gone), self.joined + len(come)
+
+    def connect_pair(self, pair: Roster) -> Transport:
+        """The connection between a member and a newcomer. Both call it; from any thread.
+
+        Args:
+            pair: From `Rendezvous.ask`.
+
+        Raises:
+            PeerError: The other one is lost.
+        """
+        return self._connect(pair, pair.names.index(self.rendezvous.name))
 
     def is_awaited(self) -> bool:
         """Whether a newcomer waits to be let in, as far as this member has looked. The first member looks for all."""
@@ -304,10 +326,17 @@ class Members(Transport):
 
     def close(self) -> None:
         """End the run for all members: newcomers that wait to be let in are told."""
+        self._end_copies()
         self.rendezvous.end("its members have closed")
         self._now.close()
 
     def abandon(self, why: str = "") -> None:
         """Leave the run: the others continue without this member."""
+        self._end_copies()
         self.rendezvous.leave()
         self._now.abandon(why)
+
+    def _end_copies(self) -> None:
+        for each in (self.giver, self.copy):
+            if each is not None:
+                each.stop()

@@ -17,10 +17,11 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..comm import PeerError
 from .published import MOST_EPOCHS, TELL_S, Meter, Watched, about_here, here, read_signed, sign
@@ -46,10 +47,10 @@ class MembershipError(RuntimeError):
 
 @dataclass(frozen=True)
 class Roster:
-    """The members of an epoch.
+    """The members of an epoch; or a member and the newcomer to which it gives a copy of its state.
 
     Attributes:
-        epoch: Number of the epoch, from 1; 0 before the first.
+        epoch: Number of the epoch, from 1; 0 before the first. Of a copy, its number times -1.
         names: Names of the members, in rank order.
     """
 
@@ -78,6 +79,13 @@ class Patience:
     wait_s: float = 300.0
     look_s: float = 0.25
     away_s: float = 60.0
+
+
+class Gives(Protocol):
+    """What gives newcomers a copy of a member's state: see `copying.Giver`."""
+
+    def answer(self, pair: Roster) -> str | None:
+        """Begin a copy: "". Why there will be none; or None: not yet."""
 
 
 class Rendezvous:
@@ -126,6 +134,10 @@ class Rendezvous:
         self._changes: dict[int, dict[str, object]] = {}  # the last ones, to be published if this member is the first
         self._published = set[int]()
         self.min_members, self._told_of, self._in_run = min_members, 0, False
+        self._gives: Callable[[], Gives | None] = lambda: None
+        self._asked, self._to_answer = 0, list[int]()  # numbers of newcomers' questions
+        self.copied: float | None = None
+        """Of a newcomer: the share of the run's state that it has copied. For onlookers."""
         self._ended = threading.Event()
         self.is_awaited = threading.Event()
         """Set if a newcomer waits for the next epoch, as far as this member has looked. The first one looks for all."""
@@ -154,11 +166,46 @@ class Rendezvous:
             roster = self._next(before, sorted(missed), deadline)
             if self.name in roster.names:
                 with self._lock:
-                    self._now = roster
+                    self._now, self.copied = roster, None
                     self.is_awaited.clear()
                     self.is_over.clear()
                 return roster
             before, missed = roster, ()  # this epoch was closed without this member: try the one after
+
+    def gives(self, giver: Gives) -> None:
+        """Let this one answer newcomers, if this member is the first. It is not kept alive."""
+        self._gives = weakref.ref(giver)
+
+    def ask(self) -> Roster | None:
+        """As a newcomer, ask the first member for a copy of its state, and wait for the answer.
+
+        Returns:
+            The member and this newcomer. None: there is no run yet, or no copy; the log has the reason.
+
+        Raises:
+            MembershipError: The store does not answer.
+        """
+        silences, deadline = _Silences(self._store), time.monotonic() + self.patience.wait_s
+        while (newest := self._newest()) is not None and self._store.check(["begun"]):
+            giver, why = newest.names[0], ""
+            number = self._store.add("copy", 1)
+            self._write(f"copy/{number}", {"name": self.name, "giver": giver})
+            key = f"copy/{number}/answer"
+            while not (why or self._store.check([key])):
+                if silences.of(giver) > self.patience.silent_s or self._store.check(["ended"]):
+                    why = f"{giver} does not answer"
+                elif time.monotonic() > deadline:
+                    why = f"{giver} has others to give one for {self.patience.wait_s:g} s"
+                elif (self._newest() or newest).names[0] != giver:
+                    why = "another member is the first now"
+                time.sleep(POLL_S)
+            self._store.compare_set(key, "", self._signed(key, {"why": why}))  # the first answer stands
+            if not (why := str(self._read(key)["why"])):
+                return Roster(-number, (giver, self.name))
+            if (self._newest() or newest).names[0] == giver:
+                log.info("%s: no copy of the state before the change: %s", self.name, why)
+                break
+        return None
 
     def has_begun(self, roster: Roster) -> bool:
         """Whether there has been an epoch: from then on a member has the run's state, or it is lost.
@@ -265,6 +312,7 @@ class Rendezvous:
         is_first = now.names[:1] == (self.name,)
         if is_first:
             self._publish_again(now)
+            self._answer()
         waits = self._arrived(now.epoch + 1, self._beats)[0] if self._beats.add(here(now.epoch + 1), 0) > 0 else []
         with self._lock:
             if now is not self._now:
@@ -274,10 +322,33 @@ class Rendezvous:
             if any(name in now.names and name != self.name for name in waits):
                 self.is_over.set()
 
+    def _answer(self) -> None:
+        """Answer newcomers that ask for a copy of the state."""
+        asked = self._beats.add("copy", 0)
+        self._to_answer += range(self._asked + 1, asked + 1)
+        self._asked, pending, self._to_answer = asked, self._to_answer, []
+        for number in pending:
+            key, gives = f"copy/{number}", self._gives()
+            try:
+                question = self._read(key, self._beats) if self._beats.check([key]) else None
+            except MembershipError as error:  # a stranger
+                log.warning("%s: %s", self.name, error)
+                continue
+            if question is None or question["giver"] != self.name or self._beats.check([f"{key}/answer"]):
+                continue
+            pair = Roster(-number, (self.name, str(question["name"])))
+            why = "this run copies states at changes alone" if gives is None else gives.answer(pair)
+            if why is None:
+                self._to_answer.append(number)
+            else:
+                key = f"{key}/answer"
+                self._beats.compare_set(key, "", self._signed(key, {"why": why}))
+
     def _tell(self, progress: dict[str, object]) -> None:
         self._beat_count += 1
         period_s, key = max(TELL_S, self.patience.beat_s), f"about/{self.name}"
         now = {"beats": self._beat_count, "at": time.time(), "tell_s": period_s, "founders": self.founders}
+        now |= {} if self.copied is None else {"copied": self.copied}
         self._beats.set(key, self._signed(key, self._about | progress | now))
 
     def _publish_change(self) -> None:

@@ -145,6 +145,10 @@ class Driver(Generic[B]):
         """Number of buckets that the next step has sent; 0 while a step is suspended."""
         return 0 if self.state is StepState.SUSPENDED else len(self.tasks)
 
+    def is_exchanging(self) -> bool:
+        """Whether data of other ranks has yet to come. From any thread: it may be out of date at once."""
+        return not all(task.exchange.is_ready() for task in tuple(self.tasks))
+
     def begin(self) -> None:
         """Begin a step, now that its kind and options are settled."""
         self.state = moved(self.state, "begin")

@@ -10,8 +10,10 @@ Shape legend: W ranks, N elements of a chunk, K parameters of a bucket.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +42,18 @@ from .bucket_step import Answer, Arrived, Decision, Meeting
 MOST_CONSTANTS = 16  # a few for each group; the tensors of earlier learning rates must not pile up
 
 
+class Journal(Protocol):
+    """Is told of what steps do to the parameters."""
+
+    def applying(
+        self, bucket: Bucket, decision: Decision, frames_WB: Tensor, weight_K: Tensor, keep_K: Tensor
+    ) -> AbstractContextManager[None]:
+        """Wraps `Replicated.apply`; the same arguments."""
+
+    def spoil(self, bucket: Bucket) -> None:
+        """The bucket's parameters have moved by something else than frames."""
+
+
 @dataclass
 class Replicated:
     """Exchanges buckets between replicas that all have the whole state.
@@ -48,11 +62,13 @@ class Replicated:
         transport: Between the replicas.
         codec: Format in which momentum is sent.
         error_dtype: Dtype of the worker and server errors, torch.float32 or torch.bfloat16.
+        journal: Is told of each step while a newcomer copies the state. Default None: none does.
     """
 
     transport: Transport
     codec: FusedCodec
     error_dtype: torch.dtype
+    journal: Journal | None = None
     _constants: dict[tuple[torch.device, str], Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -338,7 +354,10 @@ class Replicated:
         assert frames_WB is not None
         moving = zip(bucket.local_values, decision.of(bucket), strict=True)
         params = [p if is_seen else None for p, is_seen in moving]
-        self.codec.apply(frames_WB, bucket.layout.chunk, ParamUpdate(params, bucket.layout.segments, weight_K, keep_K))
+        journal = self.journal
+        with nullcontext() if journal is None else journal.applying(bucket, decision, frames_WB, weight_K, keep_K):
+            update = ParamUpdate(params, bucket.layout.segments, weight_K, keep_K)
+            self.codec.apply(frames_WB, bucket.layout.chunk, update)
 
     def constant(self, bucket: Bucket, number: float) -> Tensor:
         """The number, once for each of the bucket's parameters, float32 [K]. Only read it: all buckets share it.
@@ -371,3 +390,5 @@ class Replicated:
         if moved:
             params, views = zip(*moved, strict=True)
             torch._foreach_sub_(params, views)
+        if self.journal is not None:
+            self.journal.spoil(bucket)

@@ -47,15 +47,21 @@ class PartialNetwork(SimNetwork):
 class MortalTransport(SimTransport):
     """Of a member that dies at an operation: at its launch, or when it waits for it.
 
-    fuse: how many of both it has left; with a fraction, what it sends last reaches a part of the others.
+    fuse: how many of both it has left; with a fraction, what it sends last reaches a part of the others. thread: the
+    member's own; if another one dies, which copies its state or a newcomer's, its own dies at its next operation.
     """
 
     network: PartialNetwork
     fuse: list[float]
+    thread: threading.Thread
 
     def burn(self) -> bool:
         self.fuse[0] -= 1
         return self.fuse[0] < 0
+
+    def die(self) -> None:
+        self.network.leave(self.rank)
+        raise Killed if threading.current_thread() is self.thread else PeerError("its process was killed")
 
     def _launch(self, name: str, nbytes: int, data: Tensor, *rest: Any) -> Any:
         if self.burn():
@@ -63,15 +69,13 @@ class MortalTransport(SimTransport):
                 others = [rank for rank in range(self.world_size) if rank != self.rank]
                 operation = self._numbering.operation(name, nbytes)
                 self.network.post_last(operation, self.rank, data, others[::2])
-            self.network.leave(self.rank)
-            raise Killed
+            self.die()
         work = super()._launch(name, nbytes, data, *rest)
         wait = work.wait
 
         def mortal_wait() -> None:
             if self.burn():
-                self.network.leave(self.rank)
-                raise Killed
+                self.die()
             wait()
 
         work.wait = mortal_wait
@@ -98,7 +102,7 @@ class Hub:
     def members(self, name: str, fuse: list[float], node: Node | None = None) -> Members:
         """One member's transport. node: its ranks, if it has several; then that of one of them."""
         patience = Patience(beat_s=0.02, suspect_s=0.3, silent_s=0.6, wait_s=self.wait_s, look_s=0.02)
-        place, first = 0 if node is None else node.transport.rank, None
+        place, first, thread = 0 if node is None else node.transport.rank, None, threading.current_thread()
         if place == 0:
             first = Rendezvous(
                 lambda: self.store,
@@ -115,7 +119,7 @@ class Hub:
                 networks = self.networks if place == 0 else self.of_places[place]
                 network = networks.setdefault(roster.epoch, new)
             transport = MortalTransport(network, rank)
-            transport.fuse = fuse
+            transport.fuse, transport.thread = fuse, thread
             return transport
 
         if node is None:

@@ -60,6 +60,7 @@ class Fate:
         seconds: How long it is stopped, or away from the store.
         runs: Not set while it is stopped, with all of its threads.
         away_until: Until when it does not reach the store.
+        is_killed: Whether it has been killed: its other threads end with it.
     """
 
     kind: str = "kill"
@@ -67,6 +68,7 @@ class Fate:
     seconds: float = 0.0
     runs: threading.Event = field(default_factory=threading.Event)
     away_until: float = 0.0
+    is_killed: bool = False
 
     def meet(self, transport: FatedTransport | None = None) -> None:
         """Count an operation of the member's own thread, over this transport or in the store."""
@@ -82,23 +84,38 @@ class Fate:
         if transport is not None:
             transport.network.leave(transport.rank)
         if self.kind == "kill":
+            self.is_killed = True
             raise Killed
         self.away_until = time.monotonic() + self.seconds
 
 
 class FatedTransport(SimTransport):
-    """Of a member with a fate. fate: met when an operation is launched, and when it is waited for."""
+    """Of a member with a fate.
+
+    fate: met when an operation is launched, and when it is waited for. thread: the member's own; others, which copy its
+    state or a newcomer's, share its fate.
+    """
 
     network: PartialNetwork
     fate: Fate
+    thread: threading.Thread
+
+    def _meet(self) -> None:
+        if threading.current_thread() is self.thread:
+            self.fate.meet(self)
+            return
+        self.fate.runs.wait()
+        if self.fate.is_killed:
+            self.network.leave(self.rank)
+            raise PeerError("its process was killed")
 
     def _launch(self, name: str, nbytes: int, data: Tensor, *rest: Any) -> Work:
-        self.fate.meet(self)
+        self._meet()
         work = super()._launch(name, nbytes, data, *rest)
         wait = work.wait
 
         def fated_wait() -> None:
-            self.fate.meet(self)
+            self._meet()
             wait()
 
         work.wait = fated_wait  # type: ignore[method-assign]
@@ -159,7 +176,7 @@ class Hub:
                 new = PartialNetwork(len(roster.names), TIMEOUT_S)
                 network = self.networks.setdefault((roster, place), new)
             transport = FatedTransport(network, rank)
-            transport.fate = fate
+            transport.fate, transport.thread = fate, thread
             return transport
 
         return RememberingMembers(rendezvous, connect, node, digests)

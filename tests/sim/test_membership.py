@@ -34,7 +34,7 @@ from onebit.comm.messages import gather_bytes
 from onebit.comm.transports.notes import calling
 from onebit.dense import Bucket, DenseAverager, average_gradients
 from onebit.layout.flat import Layout, lay_out
-from onebit.membership import Buffers, Change, Members, MembershipError, begin, end, residuals
+from onebit.membership import Buffers, Change, Members, MembershipError, begin, copying, end, residuals
 from onebit.membership.change import _exchange, change
 from onebit.membership.members import Standing
 from onebit.membership.rendezvous import Rendezvous, Roster
@@ -1044,12 +1044,25 @@ def test_strangers_are_not_let_in(strangers: str) -> None:
     assert said and all("token" in text if strangers == "token" else "differ between ranks" in text for text in said)
 
 
-def test_a_newcomer_with_another_model_is_refused_and_the_others_go_on() -> None:
-    hub = Hub(2)
+@pytest.mark.parametrize("freeze_step", [4, 20], ids=["before it copies the state", "at the change"])
+def test_a_newcomer_with_another_model_is_refused_and_the_others_go_on(
+    freeze_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, sent = Hub(2), list[Any]()
+    monkeypatch.setattr(copying, "send_state", lambda link, state, *rest: sent.append(state))
+
+    def before_step(optimizer: Any) -> None:
+        members = optimizer.transport
+        while optimizer.steps_taken() == 8 and "n" not in run.errors:
+            hub.holds.set()
+            if hub.store.add("here/2", 0) > 0 and (members.rank > 0 or members.is_awaited()):
+                break
+            time.sleep(0.005)
 
     def work(members: Members) -> Tensor:
         if members.rendezvous.name != "n":
-            return train(members, 20, hub)[1]
+            model, _ = trained(members, 20, partial(adam, freeze_step=freeze_step), before_step)
+            return parameters_of(model)
         begin(onebit.OnebitAdam(nn.Linear(3, 3).parameters(), lr=1e-2, transport=members, compression="always"))
         raise AssertionError("let in")
 
@@ -1059,6 +1072,7 @@ def test_a_newcomer_with_another_model_is_refused_and_the_others_go_on() -> None
     run.wait()
     assert torch.equal(run.results["a"], run.results["b"])
     assert isinstance(run.errors["n"], ValueError) and "entry 0 is parameter 0" in str(run.errors["n"])
+    assert not sent
 
 
 @pytest.mark.parametrize("make", [adam, averaged])

@@ -1,0 +1,266 @@
+"""A newcomer copies the state while the others train: the same run as without, and the change is short."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from faults.member_runs import Hub, Killed, Run
+from hypothesis import given
+from hypothesis import strategies as st
+from test_membership import Make, adam, delayed, net, parameters_of
+from torch import Tensor, nn
+
+import onebit
+from onebit.membership import Members, begin, change, copying, end
+
+STEPS, ASKS, JOINS = 24, 10, 16
+"""Of a run; the newcomer copies before step ASKS + 1, and comes in with step JOINS + 2."""
+
+ONE_AT_A_TIME = threading.Lock()  # of random weights, as the generator is the process's
+
+
+def bf16(model: nn.Module, members: Members) -> onebit.OnebitAdam:
+    return adam(model.bfloat16(), members)
+
+
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "compression": "always", "bucket_cap_mb": 0.001}
+
+
+def lamb(model: nn.Module, members: Members) -> onebit.OnebitLamb:
+    return onebit.OnebitLamb(model.parameters(), transport=members, freeze_step=4, **OPTIONS)
+
+
+def muon(model: nn.Module, members: Members) -> onebit.OnebitMuon:
+    groups = onebit.muon_groups(model, head=model[2])
+    return onebit.OnebitMuon(groups, transport=members, freeze_step=4, **OPTIONS)
+
+
+def zero_one(model: nn.Module, members: Members) -> onebit.ZeroOneAdam:
+    return onebit.ZeroOneAdam(model.parameters(), transport=members, var_freeze_step=8, **OPTIONS)
+
+
+class Joined:
+    """A run with a newcomer, "n", that asks for a copy before step ASKS + 1. The founders wait for it to have all.
+
+    Attributes:
+        params: By name, the parameters after the last step.
+        left: Bytes of the state, and those of it that were sent at the change.
+        errors: By name, what members died of.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        copies: bool = True,
+        joins: int = JOINS,
+        leaves: dict[str, int] | None = None,
+    ):
+        self.left, self._joins = [0, 0], joins
+        self._make, self._leaves, self._founders = make, leaves or {}, 2 + len(leaves or {})
+        self._hub = Hub(self._founders)
+        self._is_copied, self.may_come = threading.Event(), threading.Event()
+        copy_state = copying.copy_state
+
+        def less(state: Any, *rest: Any) -> Any:
+            found = copying.without(state, *rest)
+            self.left = [sum(x.nbytes for x in copying._tensors(its)) for its in (state, found)]
+            return found
+
+        def copied(optimizer: Any, members: Members, *rest: Any) -> Any:
+            if members.rendezvous.name != "n":
+                return None
+            try:
+                found = copy_state(optimizer, members, *rest) if copies else None
+            finally:
+                self._is_copied.set()
+            assert self.may_come.wait(20)
+            return found
+
+        monkeypatch.setattr(change, "copy_state", copied)
+        monkeypatch.setattr(change, "without", less)
+        run = Run(self._hub, self._work)
+        for rank, name in enumerate("abcd"[: self._founders]):
+            run.start(name)  # in this order: which residuals a rank has depends on it
+            while self._hub.store.add("here/1", 0) == rank:
+                time.sleep(0.002)
+        assert self._hub.holds.wait(30)
+        run.start("n")
+        self.params, self.errors = run.join().results, run.errors
+
+    def _work(self, members: Members) -> Tensor:
+        name = members.rendezvous.name
+        with ONE_AT_A_TIME:
+            model = net()
+        optimizer = self._make(model, members)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        begin(optimizer, schedule=schedule)
+        draw = torch.Generator().manual_seed(ord(name))
+        while (step := optimizer.progress()[0]) < STEPS:
+            if step == self._leaves.get(name):
+                raise Killed
+            if step == ASKS and name != "n":
+                self._hub.holds.set()
+                assert self._is_copied.wait(20)
+            while step == self._joins and name != "n" and members.rank == 0 and not self._has_come(members):
+                self.may_come.set()  # by the one that asks for all: one that is ahead would be too early
+                time.sleep(0.002)
+            x = torch.randn(8, 12, generator=draw).to(next(model.parameters()).dtype)
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        optimizer.sync()
+        optimizer.check_replicas()
+        end(optimizer)
+        return parameters_of(model)
+
+    def _has_come(self, members: Members) -> bool:
+        assert members.roster is not None
+        return members.is_awaited() or "n" in members.roster.names
+
+
+def equal(*runs: Joined) -> bool:
+    first, *others = (params for run in runs for params in run.params.values())
+    return all(torch.equal(first, params) for params in others)
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [(adam, 0.12), (delayed, 0.12), (bf16, 0.12), (lamb, 0.12), (zero_one, 0.4), (muon, 0.4)],
+    ids=["adam", "delayed", "bf16", "lamb", "zero_one", "muon"],
+)
+def test_a_run_is_that_of_a_copy_at_the_change(make: Make, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps have followed the copy. most: the share of the state that is sent at the change."""
+    with monkeypatch.context() as patch:
+        early = Joined(make, patch)
+    with monkeypatch.context() as patch:
+        late = Joined(make, patch, copies=False)
+    assert equal(early, late) and len(early.params) == len(late.params) == 3
+    assert late.left == [0, 0] and 0 < early.left[1] < most * early.left[0]
+
+
+def test_a_step_that_exchanges_gradients_makes_buckets_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three come between the copy and the change. If each bucket may be sent once, the copy is given up."""
+    sent = list[Any]()
+    send = copying.send_state
+
+    def noted(link: Any, message: Any, *rest: Any) -> None:
+        sent.append(message)
+        send(link, message, *rest)
+
+    monkeypatch.setattr(copying, "send_state", noted)
+    monkeypatch.setattr(copying, "TRIES", 9)
+    run = Joined(partial(adam, freeze_step="auto"), monkeypatch, joins=18)
+    assert equal(run) and run.left[1] < 0.12 * run.left[0]
+    indices = [message["bucket"]["index"] for message in sent if message["bucket"] is not None]
+    assert len(indices) >= 2 * len(set(indices))
+    monkeypatch.setattr(copying, "TRIES", 1)
+    run = Joined(partial(adam, freeze_step="auto"), monkeypatch)
+    assert equal(run) and run.left[1] > 0.9 * run.left[0]
+
+
+def test_a_member_that_is_lost_meanwhile_leaves_the_copy_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames have other rows from then on."""
+    run = Joined(adam, monkeypatch, leaves={"c": 13})
+    assert equal(run) and set(run.params) == {"a", "b", "n"} and run.left[1] < 0.12 * run.left[0]
+
+
+def test_frames_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A network that is too slow: the copy is given up, and the parameters are sent at the change."""
+    caplog.set_level(logging.INFO)
+    send, waiting = copying.send_state, list[int]()
+
+    def slow(link: Any, message: Any, *rest: Any) -> None:
+        if message["steps"]:
+            assert run.may_come.wait(20)
+        send(link, message, *rest)
+
+    def note(giving: Any, *rest: Any) -> None:
+        giving._most_bytes = most
+        remember(giving, *rest)
+        waiting.append(giving._log_bytes)
+
+    remember, most = copying._Giving.note, 1000
+    monkeypatch.setattr(copying, "send_state", slow)
+    monkeypatch.setattr(copying._Giving, "note", note)
+    run = Joined.__new__(Joined)
+    run.__init__(adam, monkeypatch)
+    assert equal(run) and run.left[1] > 0.4 * run.left[0]
+    assert "steps make frames faster than they can be sent" in caplog.text
+    assert max(waiting) < 2 * most
+
+
+@pytest.mark.parametrize("messages", [0, 1, 3])
+@pytest.mark.parametrize("who", ["giver", "newcomer"])
+def test_either_may_be_lost_amid_the_copy(who: str, messages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others go on. If the giver is lost, another one gives, or the state is sent at the change."""
+    name = "send_state" if who == "giver" else "receive_state"
+    done, count = getattr(copying, name), list[None]()
+
+    def dies(link: Any, *rest: Any) -> Any:
+        if len(count) == messages:
+            link.fuse[0] = 0.0
+        count.append(None)
+        return done(link, *rest)
+
+    monkeypatch.setattr(copying, name, dies)
+    hub = Hub(3)
+
+    def work(members: Members) -> Tensor:
+        model = net()
+        optimizer = adam(model, members)
+        begin(optimizer)
+        draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
+        while (step := optimizer.steps_taken()) < 40:
+            while step == 8 and len(count) <= messages and members.rendezvous.name != "n":
+                hub.holds.set()
+                time.sleep(0.002)
+            x = torch.randn(8, 12, generator=draw)
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.01)
+        optimizer.check_replicas()
+        end(optimizer)
+        return parameters_of(model)
+
+    run = Run(hub, work)
+    for each in "abc":
+        run.start(each)
+    assert hub.holds.wait(30)
+    run.start("n")
+    run.join()
+    died = [each for each, error in run.errors.items() if isinstance(error, Killed)]
+    assert len(died) == 1 and (died == ["n"]) == (who == "newcomer")
+    first, *others = run.results.values()
+    assert len(others) >= 1 and all(torch.equal(first, params) for params in others)
+
+
+states = st.recursive(
+    st.integers(0, 2).map(lambda seed: torch.full((100,), float(seed))) | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    | st.tuples(inner, inner),
+)  # fmt: skip
+
+
+@given(states, st.sets(st.integers(0, 2)))
+def test_what_is_left_out_is_filled_in(state: Any, held: set[int]) -> None:
+    tensors = [torch.full((100,), float(seed)) for seed in held]
+    pool = dict(zip(copying.digests_of(tensors), tensors, strict=True))
+    sent = copying.without(state, copying.digested(state), pool)
+    assert not any(float(x[0]) in held for x in copying._tensors(sent))
+    assert str(copying.filled(sent, pool)) == str(state)
+
+
+def test_tensors_that_differ_have_other_digests() -> None:
+    x = torch.zeros(64)
+    others = [x.half(), x.view(8, 8), torch.zeros(65), -x, x.clone().fill_(1e-45)]
+    assert len(set(copying.digests_of([x, x.clone(), *others]))) == 6
