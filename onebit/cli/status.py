@@ -159,6 +159,8 @@ def _state(member: Member, status: Status) -> str:
         return "left"
     if member.silent_s is None:
         return "no signed sign of life"
+    if member.copied is not None and member.is_alive:
+        return f"copies the state: {member.copied:.0%}"
     return "alive" if member.is_alive else f"silent for {_span(member.silent_s)}"
 
 

@@ -152,6 +152,7 @@ class Member:
         step_s: Mean seconds of a step; None until it has seen some in this epoch.
         waits_s: Seconds of them for which `step()` waited for others.
         idle_s: Seconds from its last step to its last sign of life.
+        copied: Of a newcomer, the share of the run's state that it has copied; None if it copies nothing.
     """
 
     name: str
@@ -163,6 +164,7 @@ class Member:
     step_s: float | None = None
     waits_s: float | None = None
     idle_s: float | None = None
+    copied: float | None = None
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ class Status:
     Attributes:
         at: When it looked, in seconds since 1970.
         members: The current members, in the order of their ranks; empty before the first epoch.
-        waiting: Processes that wait for the next epoch.
+        waiting: Processes that wait for the next epoch, then those that copy the run's state before they do.
         returning: Current members that have left the epoch already, and wait for the next one: a change is under way.
         epochs: The last ones, in order; at most `MOST_EPOCHS`.
         founders: Number of members for which the first epoch waits; None if unknown.
@@ -268,13 +270,16 @@ class Onlooker:
             arrived = self._arrived(reading, epochs[-1].number + 1 if epochs else 1)
             waiting = [name for name in arrived if name not in names]
             asked = [*names, *waiting][:MOST_NAMES]
-            abouts = self._listen(reading, asked)
+            copying = [name for name in self._copying(reading) if name not in asked]
+            abouts = self._listen(reading, [*asked, *copying])
             longest_s = max((its["look_s"] for its in abouts.values()), default=0.0)
             deadline = time.monotonic() + longest_s if deadline is None else deadline
             if end is not None or time.monotonic() > deadline or all(self._is_heard(abouts, name) for name in asked):
                 break
             time.sleep(0.2)
-        found = {name: self._member(abouts, name) for name in asked}
+        found = {name: self._member(abouts, name) for name in [*asked, *copying]}
+        # One that has died is in no epoch, and would be listed for ever.
+        waiting += [name for name in copying if (s := found[name].silent_s) is not None and s < MOST_LOOK_S]
         founders = [its["founders"] for its in abouts.values()]
         return Status(
             at=time.time(),
@@ -324,6 +329,13 @@ class Onlooker:
         found = reading.each([(f"{here(epoch)}/{k}", lambda value: _name(value["name"])) for k in came])
         return list(dict.fromkeys(found.values()))
 
+    def _copying(self, reading: _Reading) -> list[str]:
+        """The names of those that have asked for a copy of the run's state; the last ones."""
+        last = reading.number("copy")
+        asked = range(max(1, last - MOST_EPOCHS + 1), last + 1)
+        found = reading.each([(f"copy/{k}", lambda value: _name(value["name"])) for k in asked])
+        return list(dict.fromkeys(found.values()))
+
     # ---------------------------------------------------------------- signs of life
 
     def _listen(self, reading: _Reading, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -348,7 +360,7 @@ class Onlooker:
         about, silent_s = abouts[name], time.monotonic() - self._heard[name][1]
         if silent_s == float("inf"):
             silent_s = max(about["look_s"], time.time() - about["at"])
-        known = {key: about[key] for key in ("host", "pid", "steps", "step_s", "waits_s", "idle_s")}
+        known = {key: about[key] for key in ("host", "pid", "steps", "step_s", "waits_s", "idle_s", "copied")}
         return Member(name, self._is_heard(abouts, name), silent_s, **known)
 
 
@@ -421,7 +433,7 @@ def _roster(value: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _about(value: dict[str, Any]) -> dict[str, Any]:
-    optional = {key: value.get(key) for key in ("steps", "step_s", "waits_s", "idle_s")}
+    optional = {key: value.get(key) for key in ("steps", "step_s", "waits_s", "idle_s", "copied")}
     found = {key: None if its is None else _number(its) for key, its in optional.items()}
     return {
         **found,
