@@ -32,6 +32,7 @@ from ..usage.contract import Group, State
 from .copying import (
     Giver,
     Repeatable,
+    bytes_of,
     copy_state,
     difference,
     digested,
@@ -330,7 +331,14 @@ def _bring_together(optimizer: Changing, members: Members, standing: Sequence[St
         digests = digested(state)
         told = [set(text.split()) for text in gather_texts(part, "")]
         del told[ranks.index(source)]
-        state = without(state, digests, set.intersection(*told))
+        rest = without(state, digests, set.intersection(*told))
+        log.info(
+            "%s: %.1f of %.1f MB of the state were copied before this change",
+            members.rendezvous.name,
+            (bytes_of(state) - bytes_of(rest)) / 1e6,
+            bytes_of(state) / 1e6,
+        )
+        state = rest
     send_state(part, _shared(members, state), PIECE_BYTES)
     return None
 

@@ -171,6 +171,11 @@ def _tensors(state: object) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
+def bytes_of(state: object) -> int:
+    """Bytes of the tensors in a state."""
+    return sum(tensor.nbytes for tensor in _tensors(state))
+
+
 def without(state: Any, digests: Mapping[int, str], held: Collection[str]) -> Any:
     """A state in which tensors with a digest among those held are replaced by their digest.
 

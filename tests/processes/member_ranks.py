@@ -11,6 +11,7 @@ members it has seen go and come, and the longest time between two steps.
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
 import time
 from functools import partial
@@ -37,6 +38,7 @@ OPTIMIZERS = {"adam": adam, "delayed": partial(adam, delay=1), "local": local}
 
 
 def main(address: str, name: str, founders: str, end: str, seconds: str = "0.02", kind: str = "adam") -> None:
+    logging.basicConfig(level=logging.INFO)
     patience = membership.Patience(suspect_s=1.0, silent_s=2.0, look_s=0.2, wait_s=60.0)
     given = {"address": address, "founders": int(founders), "token": "test", "name": name} if address else {}
     members = membership.connect(**given, timeout_s=3.0, patience=patience)

@@ -71,7 +71,7 @@ class Joined:
 
         def less(state: Any, *rest: Any) -> Any:
             found = copying.without(state, *rest)
-            self.left = [sum(x.nbytes for x in copying._tensors(its)) for its in (state, found)]
+            self.left = [copying.bytes_of(its) for its in (state, found)]
             return found
 
         def copied(optimizer: Any, members: Members, *rest: Any) -> Any:
