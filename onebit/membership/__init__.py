@@ -8,8 +8,8 @@
 
 A member is a rank, or a node whose ranks divide the model (`node.py`). `rendezvous.py` agrees on the members,
 `members.py` is the transport between the current ones, `change.py` brings an optimizer from one set of members to the
-next, and `sampler.py` the order of the data. `residuals.py` counts what is lost, and `published.py` is what onlookers
-may know.
+next, `copying.py` gives a newcomer the state beforehand, and `sampler.py` is the order of the data. `residuals.py`
+counts what is lost, and `published.py` is what onlookers may know.
 """
 
 from .buffers import Buffers

@@ -2,7 +2,8 @@
 
     1. The step under way is forgotten: nothing of it was written, and its gradients remain. The state is taken as is.
     2. The members of the next epoch meet, and exchange how far each has come.
-    3. The first of those that are furthest sends its state to newcomers, and to members without the last step.
+    3. The first of those that are furthest sends its state to newcomers, and to members without the last step; less what
+       newcomers have copied before (`copying.py`).
     4. Each keeps its own residuals, and divides its chunks for the new number of ranks.
 
 If another member is lost meanwhile, this begins again at 2. Nothing is written before 4.
@@ -161,8 +162,8 @@ def begin(optimizer: Changing, **travels: Travels) -> None:
         rendezvous = members.rendezvous
         if isinstance(optimizer, Repeatable) and isinstance(rendezvous, Rendezvous):
             members.copy = copy_state(optimizer, members, rendezvous, _lines(optimizer, members))
-            members.giver = Giver(optimizer, members, lambda: _lines(optimizer, members))
-            rendezvous.gives(members.giver)
+            giver = members.giver = Giver(optimizer, members, lambda: _lines(optimizer, members))
+            rendezvous.gives(giver)
         change(optimizer, members, None)
     except BaseException:
         members.abandon()  # members that wait for this one continue

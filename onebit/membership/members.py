@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from ..model_parallel import ModelParallelGroup
 from .node import InNode, Node, NodeRendezvous
 from .rendezvous import Rendezvous, Roster
 from .residuals import Loss, Residual, Residuals, RunningResidualNorm
-
-if TYPE_CHECKING:
-    from .copying import Copy, Giver
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +76,21 @@ class DividesData(Protocol):
     def enter_world(self, standing: Sequence[Standing]) -> None: ...
 
 
+class GivesCopies(Protocol):
+    """A `copying.Giver`, as members see it."""
+
+    def enter(self, roster: Roster) -> None: ...
+    def forget(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+class HoldsCopy(Protocol):
+    """A `copying.Copy`, as members see it."""
+
+    def held(self, within_s: float) -> dict[str, Tensor]: ...
+    def stop(self) -> None: ...
+
+
 class Members(Transport):
     """The transport between the members of a run. All members make one, and call `begin` (`change.py`) once.
 
@@ -112,8 +124,8 @@ class Members(Transport):
         self.lost = self.joined = 0
         self.travels: Mapping[str, Travels] = {}
         self.sampler: DividesData | None = None
-        self.giver: Giver | None = None
-        self.copy: Copy | None = None
+        self.giver: GivesCopies | None = None
+        self.copy: HoldsCopy | None = None
         self.met_at: object = None
         self.idle_changes = 0
         self._residuals, self._residual_norm = Residuals(), RunningResidualNorm()

@@ -66,6 +66,10 @@ ON_HOSTS = {
         ["--params", "1e5", "--compute", "0", "--rates", "1gbit", "--steps", "2", "--blocks", "1"],
         "| membership |",
     ),
+    "newcomers": (
+        ["--params", "1e5", "--compute", "0.02", "--rates", "1gbit", "--steps", "3", "--runs", "1"],
+        "| before it |",
+    ),
     "unlike": (
         ["--params", "1e5", "--compute", "0.01", "--every", "8", "--micro-batches", "2", "--rounds", "4"],
         "| each step, balanced shares |",
