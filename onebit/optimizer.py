@@ -736,6 +736,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         """See `membership.copying.Repeatable`."""
         if self.policy.compresses is False or any(bucket.ef is None for bucket in self.buckets):
             return "its steps exchange gradients"
+        if any(bucket.masks is not None for bucket in self.buckets):
+            return "masks fix some elements, so that steps do not apply frames as they are"
         return ""
 
     def at_rest(self, bucket: Bucket) -> list[Tensor]:

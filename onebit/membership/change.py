@@ -2,8 +2,8 @@
 
     1. The step under way is forgotten: nothing of it was written, and its gradients remain. The state is taken as is.
     2. The members of the next epoch meet, and exchange how far each has come.
-    3. The first of those that are furthest sends its state to newcomers, and to members without the last step; less what
-       newcomers have copied before (`copying.py`).
+    3. The first of those that are furthest sends its state to newcomers, less what they have copied before
+       (`copying.py`), and to members without the last step.
     4. Each keeps its own residuals, and divides its chunks for the new number of ranks.
 
 If another member is lost meanwhile, this begins again at 2. Nothing is written before 4.

@@ -186,23 +186,28 @@ class Rendezvous:
             MembershipError: The store does not answer.
         """
         silences, deadline = _Silences(self._store), time.monotonic() + self.patience.wait_s
-        while (newest := self._newest()) is not None and self._store.check(["begun"]):
-            giver, why = newest.names[0], ""
-            number = self._store.add("copy", 1)
-            self._write(f"copy/{number}", {"name": self.name, "giver": giver})
-            key = f"copy/{number}/answer"
-            while not (why or self._store.check([key])):
+        newest = self._newest()
+        if newest is None or not self._store.check(["begun"]):
+            return None
+        while time.monotonic() < deadline:
+            giver, number, why = newest.names[0], self._store.add("copy", 1), ""
+            question, answer = f"copy/{number}", f"copy/{number}/answer"
+            self._write(question, {"name": self.name, "giver": giver})
+            while self._store.check([question]) and not (why or self._store.check([answer])):
                 if silences.of(giver) > self.patience.silent_s or self._store.check(["ended"]):
                     why = f"{giver} does not answer"
                 elif time.monotonic() > deadline:
                     why = f"{giver} has others to give one for {self.patience.wait_s:g} s"
-                elif (self._newest() or newest).names[0] != giver:
+                elif (newest := self._newest() or newest).names[0] != giver:
                     why = "another member is the first now"
                 time.sleep(POLL_S)
-            self._store.compare_set(key, "", self._signed(key, {"why": why}))  # the first answer stands
-            if not (why := str(self._read(key)["why"])):
+            if not self._store.check([question]):  # the store has come back empty: ask again
+                continue
+            self._store.compare_set(answer, "", self._signed(answer, {"why": why}))  # the first answer stands
+            why = str(self._read(answer)["why"])
+            if not why:
                 return Roster(-number, (giver, self.name))
-            if (self._newest() or newest).names[0] == giver:
+            if newest.names[0] == giver:
                 log.info("%s: no copy of the state before the change: %s", self.name, why)
                 break
         return None
@@ -369,6 +374,7 @@ class Rendezvous:
             self._beats.set(key, self._signed(key, {"epoch": now.epoch, "names": list(now.names)}))
             self._beats.set("newest", self._signed("newest", {"epoch": str(now.epoch)}))
             self._published.clear()
+            self._asked, self._to_answer = 0, []
 
     # ---------------------------------------------------------------- one epoch
 

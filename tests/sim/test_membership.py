@@ -1262,6 +1262,47 @@ def test_a_member_that_waits_comes_again_if_the_rendezvous_comes_back_empty() ->
             a.leave(), b.leave()
 
 
+def test_a_newcomer_that_asks_for_a_copy_asks_again_if_the_rendezvous_comes_back_empty() -> None:
+    """Its question is gone, and the numbers of questions begin anew."""
+    hub, giver = Hub(1), Mock()
+    giver.answer.return_value = None  # others get one now
+    a, n = (hub.members(name, [INF]).rendezvous for name in "an")
+    assert n.ask() is None  # there is no run yet
+    a.gives(giver)
+    a.meet(None)
+    a.begin()
+    with ThreadPoolExecutor() as pool:
+        found = pool.submit(n.ask)
+        while not giver.answer.called:
+            time.sleep(0.01)
+        hub.store = HashStore()
+        for one in (a, n):
+            one._store._store = one._beats._store = hub.store
+        giver.answer.return_value = ""
+        try:
+            assert found.result(10) == Roster(-1, ("a", "n"))
+        finally:
+            hub.store.set("ended", "yes")
+            a.leave(), n.leave()
+
+
+def test_a_newcomer_asks_whoever_is_the_first_member() -> None:
+    """The one that it has asked is lost, or has no copy for it."""
+    hub, giver = Hub(2), Mock()
+    giver.answer.return_value = "it has none"
+    a, b, n = (hub.members(name, [INF]).rendezvous for name in "abn")
+    with ThreadPoolExecutor() as pool:
+        roster, _ = pool.map(lambda one: one.meet(None), (a, b))
+        first, second = (a, b) if roster.names[0] == "a" else (b, a)
+        first.begin()
+        first.leave()  # without an answer
+        second.gives(giver)
+        found = pool.submit(n.ask)
+        assert second.meet(roster, {first.name}).names == (second.name,)
+        assert found.result(10) is None and giver.answer.call_args[0][0].names == (second.name, "n")
+    second.leave(), n.leave()
+
+
 def test_a_rendezvous_that_keeps_no_names_is_an_error() -> None:
     """Something else overwrites them: a member must not write, and let the others read, for ever."""
 
