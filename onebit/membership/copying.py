@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -309,7 +310,7 @@ class _Giving:
         self._log, self._log_bytes = list[State](), 0  # steps; their bytes, with those that are being sent
         self._given, self._count = set[int](), 0  # buckets; how many were sent
         self._frames: dict[int, Tensor] = {}  # the last ones of each bucket
-        self._since_pause = 0  # bytes
+        self._since_pause, self._last_bytes = 0, math.inf  # of steps in the last message, if it had no bucket
         self.is_ready = self.is_over = self._ended = False
         self._why = ""
         values = sum(x.nbytes for bucket in optimizer.buckets for x in bucket.local_values)
@@ -394,10 +395,14 @@ class _Giving:
                 self._give_up("steps that exchange gradients come too often")
             steps, self._log = self._log, []
             of_two_steps = 2 * sum(frames.nbytes for frames in self._frames.values())
+            is_little = self._log_bytes <= max(of_two_steps, PIECE_BYTES)
+            # If steps make frames about as fast as they are sent, no less will be left later.
+            is_no_less = self._log_bytes >= 0.75 * self._last_bytes
+            self._last_bytes = math.inf if missing else self._log_bytes
             message: State = {
                 "steps": steps,
                 "bucket": self._copied(missing[0]) if missing and not self._ended else None,
-                "is_ready": not missing and self._log_bytes <= max(of_two_steps, PIECE_BYTES),
+                "is_ready": not missing and (is_little or is_no_less),
                 "is_end": self._ended,
                 "why": self._why,
             }

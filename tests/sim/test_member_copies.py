@@ -7,6 +7,7 @@ import threading
 import time
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -196,6 +197,23 @@ def test_frames_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert equal(run) and run.left[1] > 0.4 * run.left[0]
     assert "steps make frames faster than they can be sent" in caplog.text
     assert max(waiting) < 2 * most
+
+
+def test_a_newcomer_comes_once_no_less_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps make frames about as fast as they are sent: each message has as many as the one before."""
+    monkeypatch.setattr(copying, "PIECE_BYTES", 0)
+    optimizer, frames = Mock(), torch.zeros(2, 500, dtype=torch.uint8)
+    optimizer.buckets = [Mock(index=0, local_values=[torch.zeros(10_000)], frames=frames)]
+    optimizer.at_rest.return_value = []
+    giving, sent = copying._Giving(optimizer, Mock(), Mock(names=("a", "n")), []), list[Any]()
+    for steps in (20, 10, 6, 6, 6):
+        sent.append(giving._next())
+        with giving.changed:
+            giving._log_bytes -= copying._bytes_of(sent[-1]["steps"])
+            for number in range(steps):
+                giving.note(0, [True], frames + 20 * len(sent) + number, torch.ones(1), torch.ones(1))
+    assert [len(message["steps"]) for message in sent] == [0, 20, 10, 6, 6]
+    assert [message["is_ready"] for message in sent] == [False, False, False, False, True]
 
 
 @pytest.mark.parametrize("messages", [0, 1, 3])
