@@ -240,9 +240,10 @@ class Rendezvous:
         Raises:
             PeerError: A member falls silent meanwhile, has given this epoch up, or is late.
         """
-        self._store.set(f"{what}/{roster.epoch}/{self.name}", "yes")
         silences, absent, deadline = _Silences(self._store), list(roster.names), time.monotonic() + within_s
         while absent := [n for n in absent if not self._store.check([f"{what}/{roster.epoch}/{n}"])]:
+            if self.name in absent:  # not before that look: a connection that has broken loses what is written first
+                self._store.set(f"{what}/{roster.epoch}/{self.name}", "yes")
             # No connection has broken: it may be busy, with the copy of a large state, and hold Python's lock.
             silent = [name for name in absent if silences.of(name) > self.patience.silent_s]
             if silent:
