@@ -811,6 +811,21 @@ def test_a_folder_of_transformers_is_a_model(tmp_path: Path) -> None:
     assert tied.module.lm_head.matrix is tied.module.transformer.wte.table  # one matrix still
 
 
+@pytest.mark.slow
+@needs_transformers
+def test_ranks_of_one_process_load_a_folder_at_once(tmp_path: Path) -> None:
+    """from_pretrained changes the classes of the process while it loads: models made afterwards tie their weights."""
+    model = of_transformers("gpt2")
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    expected = init_inference(model).generate(prompts(9), max_new_tokens=4)
+    for found in run_ranks(
+        4, lambda t: init_inference(str(tmp_path), mp_size=2, transport=t).generate(prompts(9), max_new_tokens=4)
+    ):
+        assert same(found, expected)
+    made = of_transformers("gpt2")
+    assert made.lm_head.weight is made.transformer.wte.weight
+
+
 # ---------------------------------------------------------------- compiled
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,9 @@ from .pipeline import Elsewhere, Together, cut, outline_of
 from .split import plan_of, split
 
 log = logging.getLogger(__name__)
+_LOADING = threading.Lock()
+"""Only one thread may be in `from_pretrained`: it changes functions of torch and of its own classes while it loads. Of
+two at a time the second would keep the first one's, and no model of the process would tie its weights any more."""
 
 
 class HasModule(Protocol):
@@ -177,7 +181,8 @@ def _module(model: object) -> nn.Module:
                 f"transformers has no {config.architectures[0]}, the class of {model}; construct the model"
             )
         try:
-            found, about = kind.from_pretrained(model, output_loading_info=True)
+            with _LOADING:
+                found, about = kind.from_pretrained(model, output_loading_info=True)
         except error_of_safetensors() as error:
             raise CheckpointError(f"the weights of {model} cannot be read: {error}") from error
         if missing := sorted(about["missing_keys"]):
