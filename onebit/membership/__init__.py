@@ -13,7 +13,7 @@ counts what is lost, and `published.py` is what onlookers may know.
 """
 
 from .buffers import Buffers
-from .change import Change, begin, end
+from .change import begin, end
 from .members import Members
 from .network import connect
 from .rendezvous import MembershipError, Patience, Rendezvous, Roster
@@ -21,7 +21,6 @@ from .sampler import MemberSampler, MemberStream
 
 __all__ = [
     "Buffers",
-    "Change",
     "MemberSampler",
     "MemberStream",
     "Members",

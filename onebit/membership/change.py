@@ -122,7 +122,6 @@ class Change:
         lost: Names of the members that are gone. Default ().
         joined: Names of the members that are new. Default ().
         gone: Residuals that lost members took with them. Default: none.
-        sent_bytes: Bytes that this rank has sent for the change. Default 0.
         seconds: Duration of the change. Default 0.
     """
 
@@ -131,7 +130,6 @@ class Change:
     lost: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
     gone: Loss = NOTHING_LOST
-    sent_bytes: int = 0
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -210,7 +208,7 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
         MembershipError: As `Rendezvous.meet`, or no remaining member has the state.
         ValueError: As `begin`.
     """
-    began, before, sent = time.monotonic(), members.roster, members.sent_bytes
+    began, before = time.monotonic(), members.roster
     took_step = is_back = False
     without = set[str]()  # members that are back, and new ones
     while True:
@@ -233,7 +231,7 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
     gone = members.take_residuals(sorted({*lost, *without}))
     optimizer.stats.lost_residuals += gone.elements
     optimizer.stats.lost_residual_norm += gone.norm
-    found = Change(took_step, is_back, lost, joined, gone, members.sent_bytes - sent, time.monotonic() - began)
+    found = Change(took_step, is_back, lost, joined, gone, time.monotonic() - began)
     members.rendezvous.note_change(optimizer, found.seconds, "" if why is None else str(why))
     _report(members, found, optimizer.steps_taken(), why)
     members.idle_changes = members.idle_changes + 1 if members.met_at == (names, optimizer.progress()) else 0

@@ -34,8 +34,8 @@ from onebit.comm.messages import gather_bytes
 from onebit.comm.transports.notes import calling
 from onebit.dense import Bucket, DenseAverager, average_gradients
 from onebit.layout.flat import Layout, lay_out
-from onebit.membership import Buffers, Change, Members, MembershipError, begin, copying, end, residuals
-from onebit.membership.change import _exchange, change
+from onebit.membership import Buffers, Members, MembershipError, begin, copying, end, residuals
+from onebit.membership.change import Change, _exchange, change
 from onebit.membership.members import Standing
 from onebit.membership.rendezvous import Rendezvous, Roster
 from onebit.reference.codecs import compress
