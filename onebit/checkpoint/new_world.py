@@ -11,7 +11,7 @@ A step that was under way (`delay=1`) moves along, to be sent again: see `step/u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -24,7 +24,7 @@ from ..step.under_way import NAME
 from ..usage.contract import State
 from ..usage.frozen import gradient_of
 from .change_world_size import PLACE, reframe, resize
-from .optimizer_state import identity, restore
+from .optimizer_state import identity, restore_bucket, restore_rest
 from .owner import StateOwner
 
 _APART = ("params", "param_names", "exp_avg_mask")
@@ -68,13 +68,18 @@ def for_others(optimizer: StateOwner, state: State) -> State:
 
 
 def enter(optimizer: StateOwner, state: State) -> None:
-    """Go on from a state that `leave` gave, in the transport's world."""
-    residuals = [record["errors"] for record in state["onebit"]["buckets"]]
-    _settle(optimizer, state, residuals, state["onebit"])
-    if optimizer.forgotten is not None and "buckets" in optimizer.forgotten:
-        pairs = zip(optimizer.buckets, optimizer.forgotten["buckets"], residuals, strict=True)
-        buckets = [_moved(optimizer, bucket, sent, errors) for bucket, sent, errors in pairs]
-        optimizer.forgotten = {**optimizer.forgotten, "buckets": buckets}
+    """Go on from a state that `leave` gave, in the transport's world.
+
+    The state is emptied: a bucket's old memory is free before the next bucket gets new.
+    """
+    step, residuals = optimizer.forgotten, _residuals(state, "errors")
+    if step is None or "buckets" not in step:
+        return _settle(optimizer, state, residuals, state["onebit"])
+    former = list(residuals)
+    _settle(optimizer, state, iter(former), state["onebit"])
+    pairs = zip(optimizer.buckets, step["buckets"], former, strict=True)
+    buckets = [_moved(optimizer, bucket, sent, errors) for bucket, sent, errors in pairs]
+    optimizer.forgotten = {**step, "buckets": buckets}
 
 
 def _moved(optimizer: StateOwner, bucket: Bucket, its: State, errors: tuple[Tensor, Tensor] | None) -> State:
@@ -104,36 +109,46 @@ def take_over(optimizer: StateOwner, theirs: State, own: State | None, scale: fl
     with torch.no_grad():
         for p, x in zip(params, theirs["parameters"], strict=True):
             local(p).copy_(x)
-    residuals: list[tuple[Tensor, Tensor] | None] = [None] * len(optimizer.buckets)
+    was = theirs["onebit"]
+    residuals: Iterable[tuple[Tensor, Tensor] | None] = [None] * len(optimizer.buckets)
     if own is not None:
         has_landed = own["onebit"]["steps"] == theirs["onebit"]["steps"]
-        residuals = [record["errors" if has_landed else "next"] for record in own["onebit"]["buckets"]]
-    _settle(optimizer, theirs, residuals, theirs["onebit"] if own is None else own["onebit"])
+        was, residuals = own["onebit"], _residuals(own, "errors" if has_landed else "next")
+    _settle(optimizer, theirs, residuals, was)
     if (step := theirs["onebit"].get(NAME)) is not None:
         present = [gradient_of(p) is not None for p in optimizer.buckets.params]
         step = {**step, "present": present, "scale": scale * step["clip_factor"]}
     optimizer.forgotten = step
 
 
-def _settle(optimizer: StateOwner, state: State, residuals: list[tuple[Tensor, Tensor] | None], was: State) -> None:
-    """was: the record that says in which world these residuals, (worker, server) of each bucket, are a rank's own."""
+def _residuals(state: State, name: str) -> Iterator[tuple[Tensor, Tensor] | None]:
+    """Of each bucket, those of this name; neither they nor the others remain in the state."""
+    for record in state["onebit"]["buckets"]:
+        yield {key: record.pop(key) for key in ("errors", "next")}[name]
+
+
+def _settle(optimizer: StateOwner, state: State, residuals: Iterable[tuple[Tensor, Tensor] | None], was: State) -> None:
+    """Lay everything out anew, bucket by bucket, and take the state's entries out of it meanwhile.
+
+    was: the record that says in which world these residuals, (worker, server) of each bucket, are a rank's own.
+    """
     former = [lay_out(bucket.layout.shapes, bucket.layout.block, was["world_size"]) for bucket in optimizer.buckets]
     optimizer.relay()
-    identified = identity(optimizer)
-    record = {name: value for name, value in state["onebit"].items() if name != NAME}
-    record |= {key: identified[key] for key in PLACE}
-    entries, buckets = {key: dict(entry) for key, entry in state["state"].items()}, []
+    optimizer.state.clear()
+    record, entries, error_dtype = state["onebit"], state["state"], optimizer.placement.error_dtype
+    own = identity(optimizer)
     for bucket, layout, saved, both in zip(optimizer.buckets, former, record["buckets"], residuals, strict=True):
-        frames, numel = saved["frames"], bucket.layout.numel
-        server = None
+        frames, numel, server = saved["frames"], bucket.layout.numel, None
+        of_bucket = [dict(entries.pop(key)) for key in saved["params"]]
         if saved["has_errors"]:
-            worker, server = (x.to(optimizer.placement.error_dtype) for x in carried(bucket, layout, both, was["rank"]))
-            for key, error in zip(saved["params"], bucket.layout.views(worker), strict=True):
-                entries[key]["worker_error"] = error
+            worker, server = (x.to(error_dtype) for x in carried(bucket, layout, both, was["rank"]))
+            for entry, error in zip(of_bucket, bucket.layout.views(worker), strict=True):
+                entry["worker_error"] = error
         if frames is not None:
             frames = reframe(frames.to(bucket.device), optimizer.codec, saved["numel"], bucket.layout)
-        buckets.append({**saved, "numel": numel, "frames": frames, "server_error": server})
-    restore(optimizer, {**state, "state": entries, "onebit": {**record, "buckets": buckets}})
+        moved = {**saved, "numel": numel, "frames": frames, "server_error": server}
+        restore_bucket(optimizer, bucket, moved, of_bucket)
+    restore_rest(optimizer, {k: x for k, x in record.items() if k != NAME} | {k: own[k] for k in PLACE})
 
 
 class LaidOut(Protocol):
@@ -147,14 +162,18 @@ class LaidOut(Protocol):
 def carried(bucket: LaidOut, former: Layout, both: tuple[Tensor, Tensor] | None, rank: int) -> tuple[Tensor, Tensor]:
     """Worker and server error in the new world, float32, from those of a rank in a former one. None: they are zero."""
     W, layout = bucket.layout.world_size, bucket.layout
+    moved, kept = (torch.zeros(n, device=bucket.device, dtype=torch.float32) for n in (layout.numel, layout.chunk))
     if both is None:
-        zeros = torch.zeros(layout.numel, device=bucket.device, dtype=torch.float32)
-        return zeros, zeros[: layout.chunk].clone()
+        return moved, kept
     worker, server = (x.to(bucket.device, torch.float32) for x in both)
-    flat = torch.zeros(former.numel, device=bucket.device, dtype=torch.float32)
-    flat.view(former.world_size, -1)[rank] = server
-    rest = resize(flat, layout.numel)
-    own = rest.view(W, -1)[bucket.rank]
-    kept = own.clone()
-    own.zero_()
-    return rest.mul_(W).add_(resize(worker, layout.numel), alpha=W / former.world_size), kept
+    numel = min(former.numel, layout.numel)  # beyond it is padding
+    torch.mul(worker[:numel], W / former.world_size, out=moved[:numel])
+    first, own = rank * former.chunk, bucket.rank * layout.chunk  # where the chunks of this rank begin
+    rest = server[: max(0, numel - first)].clone()
+    begin, end = max(first, own), min(first + len(rest), own + layout.chunk)
+    if begin < end:
+        still_own = rest[begin - first : end - first]
+        kept[begin - own : end - own] = still_own
+        still_own.zero_()
+    moved[first : first + len(rest)].add_(rest, alpha=W)
+    return moved, kept

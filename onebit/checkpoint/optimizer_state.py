@@ -165,22 +165,26 @@ def _check_record(optimizer: StateOwner, record: State, where: str) -> None:
 def restore(optimizer: StateOwner, state: State) -> None:
     """Take over a checked state of this rank, or of a dense optimizer."""
     record = state.get("onebit")
-    if record is not None:
-        for count, saved_count in zip(optimizer.steps, record.get("steps", ()), strict=False):
-            count.fill_(float(saved_count))  # also for groups without parameters here
     entries = {p: entry for _, p, entry in optimizer.buckets.saved_entries(state)}
     optimizer.state.clear()
     for bucket in optimizer.buckets:
         saved = None if record is None else record["buckets"][bucket.index]
-        _restore_bucket(optimizer, bucket, saved, [entries[p] for p in bucket.params])
-        optimizer.publish(bucket)  # which lets go of its old state
+        restore_bucket(optimizer, bucket, saved, [entries[p] for p in bucket.params])
+    restore_rest(optimizer, record)
+
+
+def restore_rest(optimizer: StateOwner, record: State | None) -> None:
+    """Take over what such a state has besides its buckets, after them. record: None if it is a dense optimizer's."""
     if record is not None:
+        for count, saved_count in zip(optimizer.steps, record.get("steps", ()), strict=False):
+            count.fill_(float(saved_count))  # also for groups without parameters here
         optimizer.stats.skipped_steps = record["skipped_steps"]
         optimizer.clipper.average = tuple(record["clip_average"])
         optimizer.policy.load(record.get("compresses"))
         ahead = record.get("ahead")
-        fits = ahead is not None and len(ahead["weights"]) == len(optimizer.buckets)
-        optimizer.ahead = under_way.Lookahead(**ahead) if fits else None
+        if ahead is not None and len(ahead["weights"]) != len(optimizer.buckets):
+            ahead = None
+        optimizer.ahead = None if ahead is None else under_way.Lookahead(**ahead)
         optimizer.rule.load_record(record)
     else:
         optimizer.rule.adopt_dense_state()
@@ -191,7 +195,8 @@ def restore(optimizer: StateOwner, state: State) -> None:
         optimizer.send_again(record[under_way.NAME])
 
 
-def _restore_bucket(optimizer: StateOwner, bucket: Bucket, saved: Group | None, entries: Sequence[State]) -> None:
+def restore_bucket(optimizer: StateOwner, bucket: Bucket, saved: Group | None, entries: Sequence[State]) -> None:
+    """Take over a bucket's record, and the entries of its parameters; the bucket lets go of its old state."""
     optimizer.rule.allocate(bucket, "warmup" if saved is None else saved["phase"])
     for name, flat in bucket.flat.items():
         for entry, view in zip(entries, bucket.layout.views(flat), strict=True):
@@ -213,6 +218,7 @@ def _restore_bucket(optimizer: StateOwner, bucket: Bucket, saved: Group | None, 
     step = entries[0].get("step")
     if step is not None:
         bucket.steps.fill_(float(step))
+    optimizer.publish(bucket)
 
 
 # ---------------------------------------------------------------- states of another rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from torch.distributed import HashStore
 import onebit
 from onebit.agreement import replicas
 from onebit.agreement.replicas import ReplicaError
+from onebit.checkpoint import new_world
 from onebit.checkpoint.new_world import carried
 from onebit.comm import ErrorFeedback, IdentityCodec, PeerError, SimTransport
 from onebit.comm.messages import gather_bytes
@@ -971,6 +973,33 @@ def test_residuals_are_carried_over(seed: int) -> None:
         carried_over.view(new_W, -1)[rank] += kept.double()
     for was, its in zip(before.views(residual), now.views(carried_over), strict=True):
         torch.testing.assert_close(its, was, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [onebit.OnebitAdam, onebit.OnebitLamb, onebit.ZeroOneAdam])
+def test_a_change_frees_a_bucket_before_the_next_one_gets_memory(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, model = SimTransport(), net()
+    options = {} if kind is onebit.ZeroOneAdam else {"freeze_step": 2}
+    optimizer = kind(
+        model.parameters(), lr=1e-2, transport=transport, compression="always", bucket_cap_mb=0.001, **options
+    )
+    for _ in range(4):
+        model(torch.ones(2, 12)).sum().backward()
+        optimizer.step()
+    old = [
+        [weakref.ref(x) for x in (*bucket.flat.values(), bucket.ef.worker, bucket.ef.worker_next)]
+        for bucket in optimizer.buckets
+    ]
+    restore, alive = new_world.restore_bucket, []
+
+    def watched(owner: Any, bucket: Any, *rest: Any) -> None:
+        alive.append(sum(x() is not None for one in old[: bucket.index] for x in one))
+        restore(owner, bucket, *rest)
+
+    monkeypatch.setattr(new_world, "restore_bucket", watched)
+    state = new_world.leave(optimizer, [True] * len(old))
+    transport.world_size = 2
+    new_world.enter(optimizer, state)
+    assert alive == [0] * len(old) and len(old) > 2
 
 
 def test_a_run_that_nobody_carries_on_is_told_apart_from_a_start() -> None:
