@@ -68,7 +68,7 @@ ON_HOSTS = {
         "| membership |",
     ),
     "newcomers": (
-        ["--params", "1e5", "--compute", "0.02", "--rates", "1gbit", "--steps", "3", "--runs", "1"],
+        ["--members", "1", "--params", "1e5", "--compute", "0.02", "--rates", "1gbit", "--steps", "3", "--runs", "1"],
         "| before it |",
     ),
     "unlike": (
