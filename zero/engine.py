@@ -42,7 +42,7 @@ from .monitor import WallClock, Writer
 from .pipeline import run as pipeline
 from .pipeline.huggingface import own_loss, pair_of
 from .pipeline.layers import Loss, Stage, parts_of
-from .precision import LossScale, ScaleState, cast_floats, loss_scale, widen_batch_norms
+from .precision import LossScale, ScaleState, cast_floats, cast_tables, loss_scale, widen_batch_norms
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +125,7 @@ class Engine:
         self._low_dtype = None if self.config.dtype == torch.float32 else self.config.dtype
         if self._low_dtype is not None:
             widen_batch_norms(self.module)
+            cast_tables(self.module, self._low_dtype)
         for feature in features:
             feature.begin(self)
         self.guard = Guard(self)

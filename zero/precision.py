@@ -42,10 +42,40 @@ def cast_floats(tree: T, dtype: torch.dtype) -> T:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating-point parameters that have dims, in place. Buffers and scalars stay as they are."""
+    """Cast the floating-point parameters that have dims, in place. Scalars stay as they are; so do buffers."""
     for p in model.parameters():
         if p.is_floating_point() and p.dim() > 0:
             p.data = p.data.to(dtype)
+
+
+def is_added_or_multiplied(module: nn.Module, name: str, width: int | None, dtype: torch.dtype) -> bool:
+    """Whether a buffer that no checkpoint has is to have the dtype of the activations that it meets.
+
+    A table of positions, as wide as the model, is added to embeddings (M2M-100, XGLM). A mask is multiplied with scores
+    (OpenAI GPT): it has dims, and the dtype holds its values exactly. Frequencies of rotations, in which angles are
+    computed, and statistics stay in float32.
+
+    Args:
+        module: The module that has the buffer.
+        name: The buffer's name.
+        width: Of the model's embeddings. None: not known.
+        dtype: Of the activations.
+    """
+    buffer = module._buffers[name]
+    if buffer is None or not buffer.is_floating_point() or name not in module._non_persistent_buffers_set:
+        return False
+    is_table = buffer.dim() == 2 and buffer.shape[1] == width
+    is_mask = buffer.dim() > 2 and not buffer.is_meta and torch.equal(buffer.to(dtype).to(buffer.dtype), buffer)
+    return is_table or is_mask
+
+
+def cast_tables(model: nn.Module, dtype: torch.dtype) -> None:
+    """Put buffers that meet activations into this dtype, in place: see `is_added_or_multiplied`."""
+    width = getattr(getattr(model, "config", None), "hidden_size", None)
+    for module in model.modules():
+        for name in module._buffers:
+            if is_added_or_multiplied(module, name, width, dtype):
+                module._buffers[name] = module._buffers[name].to(dtype)  # type: ignore[union-attr]
 
 
 _NARROW = "_narrow_parameters"

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install oneb
 from study.model_cases import SERVED
 
 from onebit.comm import Transport, run_ranks
-from onebit.zero import init_inference
+from onebit.zero import init_inference, initialize
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +64,34 @@ def test_tables_of_positions_are_added_in_the_dtype_of_embeddings(name: str) -> 
     assert engine.generate(tokens, max_new_tokens=4).shape[1] > 4  # type: ignore[union-attr]
     dtypes = {buffer.dtype for key, buffer in engine.module.named_buffers() if buffer.is_floating_point()}
     assert dtypes == {torch.float32 if name == "GPT-J" else torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["GPT", "XGLM", "M2M-100", "GPT-J", "Llama"])
+def test_buffers_that_meet_activations_have_their_dtype(name: str, dtype: torch.dtype) -> None:
+    """Trained as `model.to(dtype)` computes; GPT in an engine that serves, too. Frequencies stay in float32."""
+    model = SERVED[name]
+    batch, key = model.batch(), {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    expected = model.build().to(dtype)(**batch).loss  # type: ignore[operator]
+    adamw = {"type": "AdamW", "params": {"lr": 1e-3}}
+    engine, *_ = initialize(
+        model=model.build(),
+        config={"train_micro_batch_size_per_gpu": 1, "optimizer": adamw, key: {"enabled": True, "loss_scale": 1.0}},
+    )
+    try:
+        loss = engine(**batch).loss
+        torch.testing.assert_close(loss.float(), expected.float(), rtol=0.02, atol=0)
+        engine.backward(loss)
+        engine.step()
+    finally:
+        engine.close()
+    frequencies = [x for key, x in engine.module.named_buffers() if "inv_freq" in key]
+    assert all(x.dtype == torch.float32 for x in frequencies) and (name != "Llama" or frequencies)
+    if name == "GPT":
+        with torch.no_grad():
+            served = init_inference(model.build(), dtype=key)(batch["input_ids"]).logits
+            assert served.dtype == dtype
+            torch.testing.assert_close(served, model.build().eval().to(dtype)(batch["input_ids"]).logits)  # type: ignore[operator]
 
 
 def test_a_decoder_that_takes_no_mask_of_slots_is_refused_by_name() -> None:
