@@ -1,6 +1,6 @@
 """A hook of `mkdocs.yml`: files outside docs/ that pages link to, records and sources, become files of the site.
 
-A page links to `../scripts/records/bench_2026-11.md`, as a reader of the repository needs it. The site has that file at
+A page links to `../scripts/records/hops_2026-11.md`, as a reader of the repository needs it. The site has that file at
 `scripts/records/`, beside its pages, and its links say so.
 """
 

@@ -17,7 +17,7 @@ node, as in Gloo and NCCL: a host sends as much as one rank.
 Seconds are computed by `comm/cost.py`, with costs fitted on one machine (the record is named there); for others they
 are an estimate. They range from full overlap with two thirds of the computing to no overlap at all, as for ranks
 without a spare processor. For local steps they range from a round that lands later, under `delay`, to one that the step
-waits for. Recorded steps of ours and of DDP (scripts/records/bench_2026-11.md) are inside the range, within 15 %, which
+waits for. Recorded steps of ours and of DDP (tests/golden/recorded_steps.json) are inside the range, within 15 %, which
 a test checks. The formulas are in `docs/memory.md`.
 """
 
