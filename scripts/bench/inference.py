@@ -1,6 +1,6 @@
 """Tokens per second of init_inference, transformers' generate and torchao, in turn; and split over a slow network.
 
-    python scripts/bench.py inference --record scripts/records/inference_2026-11.md
+    python scripts/bench.py inference --record runs/inference.md
     python scripts/bench.py inference --size llama-40m qwen-40m --network none --record FILE
 
 Models with random weights, without end tokens. All sides are measured in one process, in turn, `--repeats` times; the

@@ -1,6 +1,6 @@
 """Attention over a split sequence on emulated Ethernet: seconds and bytes beside computing alone, and beside a gather.
 
-    python scripts/bench.py sequence --record scripts/records/sequence_2026-11.md
+    python scripts/bench.py sequence --record runs/sequence.md
 
 One causal attention, forward and backward, of float32 queries, keys and values. Sides in each run of the hosts: `ring`
 is onebit.zero.ring_attention, also with blocks in eight bits; `alone` computes the same blocks of keys without a

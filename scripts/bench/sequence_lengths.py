@@ -1,6 +1,6 @@
 """Attention over longer and longer sequences on emulated Ethernet: all tokens, windows; on one level and on two.
 
-    python scripts/bench.py sequence_lengths --record scripts/records/sequence_lengths_2026-11.md
+    python scripts/bench.py sequence_lengths --record runs/sequence_lengths.md
 
 One causal attention of onebit.zero.ring_attention, forward and backward, of float32 queries, keys and values. Each side
 has ranks of its own, which go through the lengths. A row has the seconds of the slowest rank, the payload that the

@@ -1,7 +1,7 @@
 """Requests of unlike lengths: one at a time, in batches that end together, and in a running batch; and the time to the
 first token if a running batch has computed the beginning of the prompt before.
 
-    python scripts/bench.py serving --record scripts/records/serving_2026-11.md
+    python scripts/bench.py serving --record runs/serving.md
 
 Every side answers the same requests: prompts and answers of random lengths, greedy, without end tokens. Batches take
 the requests as they come, and last until their longest answer; only the tokens that were asked count. All sides take
