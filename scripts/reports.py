@@ -93,8 +93,21 @@ def gap_text(losses: Iterable[float], others: Iterable[float], digits: int = 2) 
     return "{:+.{d}%} ({:+.{d}%} to {:+.{d}%})".format(statistics.mean(gaps), min(gaps), max(gaps), d=digits)
 
 
-def publish(args: argparse.Namespace, text: str, *raw: Path) -> None:
-    """Print a report, and write it to --record. raw: as for `write_record`."""
+def publish(
+    args: argparse.Namespace,
+    text: str,
+    *raw: Path,
+    shows: str = "",
+    draw: Callable[[Path], None] | None = None,
+) -> None:
+    """Print a report, and write it to --record. raw: as for `write_record`.
+
+    draw: writes what the report's figure `shows` to a path, which is that of the record, as .png.
+    """
+    if args.record is not None and draw is not None:
+        figure = args.record.with_suffix(".png")
+        draw(figure)
+        text += f"\n![{shows}]({figure.name})\n"
     print(text)
     if args.record is not None:
         write_record(args.record, text, *raw)

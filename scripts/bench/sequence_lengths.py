@@ -15,6 +15,7 @@ import os
 import resource
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -137,8 +138,4 @@ above what it had after 1,024 tokens.
 
 {table(("side", "tokens", "seconds", "sent MB", "formula MB", "peak MB"), rows)}
 """
-    if args.record is not None:
-        picture = args.record.with_suffix(".png")
-        draw(found, picture)
-        text += f"\n![seconds, bytes and memory against tokens]({picture.name})\n"
-    publish(args, text)
+    publish(args, text, shows="seconds, bytes and memory against tokens", draw=partial(draw, found))

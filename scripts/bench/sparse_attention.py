@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +160,9 @@ def draw(times: Mapping[int, Measured], peaks: Mapping[int, Mapping[str, int]], 
             right.plot(held, [peaks[n][side] / 1e6 for n in held], "o-", c=colour, label=side)
 
 
-def report(args: argparse.Namespace, figure: Path | None) -> str:
-    times, peaks = {}, {}
-    for length in args.lengths:
-        times[length] = ask(args, "time", length)
-        peaks[length] = {side: ask(args, "memory", length, side) for side in times[length]}
-    windows = ask(args, "windows")
-    if figure is not None:
-        draw(times, peaks, figure)
-    picture = "" if figure is None else f"\n![seconds and memory against length]({figure.name})\n"
+def report(
+    args: argparse.Namespace, times: Mapping[int, Measured], peaks: Mapping[int, Mapping[str, int]], windows: Measured
+) -> str:
     reached = {clock: longest(windows, clock) for clock in ("wall", "cpu")}
     return f"""# Block-sparse attention against dense attention
 
@@ -177,7 +172,7 @@ One sequence, {args.heads} heads of {args.features}, float32, unidirectional; fo
 threads; {args.repeats} calls in turn, median (quartiles). Peak MB: what one call adds to its process.
 
 {table(HEADS, rows_of(times, peaks, args.heads))}
-{picture}
+
 In the time that dense attention takes for {_ASKED:,} tokens, a window's layout takes {reached["wall"]:,}
 ({reached["cpu"]:,} by CPU time), of {", ".join(f"{n:,}" for n in args.windows)} tried.
 """
@@ -195,4 +190,9 @@ def main(argv: Sequence[str]) -> None:
     add("--threads", type=int, default=os.cpu_count() or 1)
     add("--repeats", type=int, default=7)
     args = parser.parse_args(argv)
-    publish(args, report(args, None if args.record is None else args.record.with_suffix(".png")))
+    times, peaks = {}, {}
+    for length in args.lengths:
+        times[length] = ask(args, "time", length)
+        peaks[length] = {side: ask(args, "memory", length, side) for side in times[length]}
+    text = report(args, times, peaks, ask(args, "windows"))
+    publish(args, text, shows="seconds and memory against length", draw=partial(draw, times, peaks))

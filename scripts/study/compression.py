@@ -15,7 +15,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -434,9 +434,4 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_record(parser, args.results)
         run_missing(args)
     results = read_results(args.results)
-    text = report(results)
-    if args.record is not None:
-        figure = args.record.with_suffix(".png")
-        text += f"\n![Loss against bytes]({figure.name})\n"
-        draw(results, figure)
-    publish(args, text, args.results)
+    publish(args, report(results), args.results, shows="Loss against bytes", draw=partial(draw, results))

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -352,9 +353,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.report_only:
         study(args)
     results = read_results(args.results)
-    text = report(results)
-    if args.record is not None:
-        figure = args.record.with_suffix(".png")
-        text += f"\n![Loss against tokens]({figure.name})\n"
-        draw(results, figure)
-    publish(args, text, args.results)
+    publish(args, report(results), args.results, shows="Loss against tokens", draw=partial(draw, results))

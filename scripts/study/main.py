@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from provenance import add_record, check_record, record_path
@@ -116,11 +117,7 @@ def main(argv: list[str] | None = None) -> None:
         with ProcessPoolExecutor(args.processes) as pool:
             run_study(args, pool)
     results = list(read_results(args.results).values())
-    text = report(results)
-    if args.record is not None:
-        figure = args.record.with_suffix(".png")
-        text += f"\n![Gap to the dense twins, and loss against traffic]({figure.name})\n"
-        draw(results, figure)
-    publish(args, text, args.results)
+    shows = "Gap to the dense twins, and loss against traffic"
+    publish(args, report(results), args.results, shows=shows, draw=partial(draw, results))
     if args.figure is not None:
         draw(results, args.figure)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from bench.peer_deepspeed import why_not_prepared
@@ -104,8 +105,5 @@ def _report(args: argparse.Namespace) -> None:
     found, timed = losses.read(args.losses), seconds.read(args.seconds)
     control = [] if args.control is None else seconds.read(args.control)
     text = "\n".join(report.report(found, timed, control)) + "\n"
-    if args.record is not None:
-        figure = args.record.with_suffix(".png")
-        report.draw(found, timed, figure)
-        text += f"\n![Loss against seconds]({figure.name})\n"
-    publish(args, text, *(file for file in (args.losses, args.seconds, args.control) if file is not None))
+    raw = (file for file in (args.losses, args.seconds, args.control) if file is not None)
+    publish(args, text, *raw, shows="Loss against seconds", draw=partial(report.draw, found, timed))
