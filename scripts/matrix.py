@@ -17,6 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from installs import pinned
+
 ROOT = Path(__file__).parents[1]
 OLDEST = "2.6.0"
 NEWEST = "newest"
@@ -45,13 +47,6 @@ EXTRAS = (
 )
 
 
-def pinned() -> str:
-    """The version of torch that CI tests."""
-    found = re.search(r"^torch==(\S+)$", (ROOT / ".ci/constraints.txt").read_text(), re.MULTILINE)
-    assert found
-    return found[1]
-
-
 def interpreters() -> dict[str, str]:
     """From versions of Python to commands that run, on the path and in pyenv's folder."""
     folder = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
@@ -73,7 +68,7 @@ def combinations(found: dict[str, str]) -> list[tuple[str, str]]:
     versions = list(found)
     return [
         (OLDEST, versions[0]),
-        *((pinned(), version) for version in versions[1:-1] or versions[-1:]),
+        *((pinned().removeprefix("torch=="), version) for version in versions[1:-1] or versions[-1:]),
         (NEWEST, versions[-1]),
     ]
 

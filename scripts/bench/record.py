@@ -13,12 +13,9 @@ from datetime import datetime, timezone
 
 import torch
 from provenance import ROOT, add_record, revision
-from reports import append, read_lines
 
 from bench.timing import cpu_name
 from onebit.comm import kernels
-
-__all__ = ["append", "describe_machine", "here", "machines", "parser_of", "read_lines"]
 
 
 def parser_of(name: str, about: str) -> argparse.ArgumentParser:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from provenance import check_record, record_path, write_record
+from reports import read_lines
 
 TITLES = {
     "saves": "saves that are cut off",
@@ -80,8 +81,6 @@ def preload_shim() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     preload_shim()
-    from bench.record import read_lines
-
     from faults.case import AS_PROMISED
     from faults.report import report
     from faults.running import latest_lines, load_cases, run_missing, told

@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from reports import read_lines
 
 from faults.case import End
 from onebit.comm import SimTransport, run_ranks
@@ -283,7 +284,7 @@ def _wait(pids: Mapping[int, int], patience_s: float, victims: Set[int], grace_s
 
 
 def _ends(folder: Path, statuses: Mapping[int, int | None], n: int) -> dict[int, End]:
-    lines = {rank: _lines(folder / f"{rank}.jsonl") for rank in range(n)}
+    lines = {rank: read_lines(folder / f"{rank}.jsonl") for rank in range(n)}
     faults = [line["fault"] for told in lines.values() for line in told if "fault" in line]
     at = min(faults, default=None)
     return {rank: _end(lines[rank], at, statuses[rank], folder / f"{rank}.txt") for rank in range(n)}
@@ -301,13 +302,3 @@ def _end(lines: list[dict], fault: float | None, status: int | None, output: Pat
     if last is None:
         return End("died", written, number=code)
     return End(last["what"], last["text"], last["value"], seconds)
-
-
-def _lines(path: Path) -> list[dict]:
-    lines = []
-    for text in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue
-    return lines

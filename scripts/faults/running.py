@@ -16,7 +16,8 @@ from pathlib import Path
 from random import Random
 
 import torch
-from bench.record import append, describe_machine, read_lines
+from bench.record import describe_machine
+from reports import append, read_lines
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from faults.case import AS_PROMISED, Case, Outcome, Tools

@@ -23,7 +23,6 @@ import os
 import platform
 import re
 import shlex
-import socket
 import sys
 import tempfile
 import time
@@ -41,6 +40,7 @@ from typing import Any, cast
 import torch
 import torch._dynamo  # in the process that forks instead of in each rank
 import transformers
+from faults.ranks import free_port
 from provenance import record_path, revision
 from reports import publish
 from rich.console import Console
@@ -316,9 +316,7 @@ def outcomes(cases: Sequence[Case]) -> Iterator[tuple[Case, str, float | None]]:
 def _together(cases: Sequence[Case]) -> Iterator[tuple[Case, list[Found | None]]]:
     """Fork the ranks; what they found, until one fails or is lost."""
     fork = multiprocessing.get_context("fork")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         pipes = [fork.Pipe(duplex=False) for _ in range(cases[0].on.ranks)]
         ranks = [
