@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from provenance import check_record, revision
-from reports import add_missing, gap_text, read_lines
+from reports import add_missing, gap_text, read_lines, table
 from torch import Tensor, nn
 from train.model import build_model, decay_groups
 from train.run import Windows
@@ -136,7 +136,7 @@ def cut(model: nn.Module, job: Job) -> list[Cut]:
 # ---------------------------------------------------------------- the error of gradients
 
 
-def measure_gradients(wires: Sequence[Wire], steps: int = 200, batches: int = 24, batch: int = 16) -> Iterator[str]:
+def measure_gradients(wires: Sequence[Wire], steps: int = 200, batches: int = 24, batch: int = 16) -> str:
     """A table: how far the weights' gradients are from those without cuts, at the weights after a short training.
 
     One: |error| / |gradient| of a batch, mean over the batches. Sum: the same of the sum over them. Growth:
@@ -162,20 +162,20 @@ def measure_gradients(wires: Sequence[Wire], steps: int = 200, batches: int = 24
             model.zero_grad()
         return torch.stack(rows)
 
-    exact = gradients(Wire())
-    yield "| forward | backward | block | one | sum | growth |\n| --- | --- | --- | --- | --- | --- |"
+    exact, rows = gradients(Wire()), []
     for wire in wires:
         error = gradients(wire) - exact
         one = (error.norm(dim=1) / exact.norm(dim=1)).mean()
         total = error.sum(0).norm()
         growth = total / error.norm(dim=1).square().sum().sqrt()
-        names = " | ".join(
+        names = (
             f"{name}, feedback {feedback}" if feedback else name
             for name, feedback in ((wire.forward, wire.forward_feedback), (wire.backward, wire.backward_feedback))
         )
-        yield f"| {names} | {wire.block} | {one:.2%} | {total / exact.sum(0).norm():.2%} | {growth:.2f} |"
+        rows.append([*names, wire.block, f"{one:.2%}", f"{total / exact.sum(0).norm():.2%}", f"{growth:.2f}"])
     noise = ((exact - exact.mean(0)).norm(dim=1) / exact.norm(dim=1)).mean()
-    yield f"\nA batch's gradient differs from the mean over the batches by {noise:.0%} of itself."
+    text = table(("forward", "backward", "block", "one", "sum", "growth"), rows, names=2)
+    return f"{text}\n\nA batch's gradient differs from the mean over the batches by {noise:.0%} of itself."
 
 
 # ---------------------------------------------------------------- one run
@@ -265,10 +265,9 @@ def job_of(record: dict) -> Job:
     return Job(**record["job"] | {"wire": Wire(**record["job"]["wire"])})
 
 
-def report(results: Sequence[dict]) -> Iterator[str]:
-    """A table: losses, and the gap to the uncompressed run of the same seed, mean over seeds and extremes."""
+def rows_of(results: Sequence[dict]) -> Iterator[list[object]]:
+    """Losses, and the gap to the uncompressed run of the same seed, mean over seeds and extremes."""
     runs = {job_of(record): record for record in results}
-    yield "| optimizer | model | stages | wire | seeds | loss | without cuts | gap |\n" + "| --- " * 8 + "|"
     for key in dict.fromkeys(replace(job, seed=0) for job in runs):
         mine = {job.seed: record for job, record in runs.items() if replace(job, seed=0) == key}
         plain = {seed: replace(key, seed=seed, wire=Wire(), stages=4, micro_batches=1) for seed in mine}
@@ -276,8 +275,7 @@ def report(results: Sequence[dict]) -> Iterator[str]:
         loss, uncut = (statistics.mean(record[name] for record in mine.values()) for name in ("loss", "uncut"))
         gap = gap_text(*zip(*both, strict=True)) if both and key.wire != Wire() else ""
         wire = ", ".join(str(value) for value in astuple(key.wire) if value)
-        cells = (key.optimizer, key.model, key.stages, wire, len(mine), f"{loss:.4f}", f"{uncut:.4f}", gap)
-        yield "| " + " | ".join(map(str, cells)) + " |"
+        yield [key.optimizer, key.model, key.stages, wire, len(mine), f"{loss:.4f}", f"{uncut:.4f}", gap]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -291,11 +289,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_record(parser, args.results)
     torch.set_num_threads(1)
     if args.gradients:
-        for line in measure_gradients(GRADIENT_WIRES):
-            print(line, flush=True)
+        print(measure_gradients(GRADIENT_WIRES))
         return
     if not args.report_only:
         with ProcessPoolExecutor(args.processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             done = {job_of(record) for record in read_lines(args.results)}
             add_missing(jobs(), done, run_job, args.results, pool)
-    print("\n".join(report(read_lines(args.results))))
+    heads = ("optimizer", "model", "stages", "wire", "seeds", "loss", "without cuts", "gap")
+    print(table(heads, rows_of(read_lines(args.results)), names=4))

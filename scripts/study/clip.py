@@ -12,15 +12,16 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from unittest import mock
 
 import torch
-from provenance import add_record, revision
-from reports import gap_text, publish
+from bench.record import here
+from provenance import add_record
+from reports import gap_text, publish, table
 from torch import Tensor
 from train.model import decay_groups
 from train.schedule import train_steps
@@ -82,8 +83,11 @@ def _prepare_process() -> None:
     logging.disable(logging.WARNING)
 
 
-def table(found: Sequence[Found], mosts: Sequence[float]) -> list[str]:
-    lines = ["| task, max_grad_norm | at most × too large | clipped | sent twice | loss | to exact |", "|---" * 6 + "|"]
+HEADS = ("task, max_grad_norm", "at most × too large", "clipped", "sent twice", "loss", "to exact")
+
+
+def rows_of(found: Sequence[Found], mosts: Sequence[float]) -> Iterator[list[str]]:
+    """A row for each case and factor."""
     for case in dict.fromkeys((each.task, each.max_norm) for each in found):
         of = {
             most: [each for each in found if (each.task, each.max_norm, each.most) == (*case, most)] for most in mosts
@@ -93,8 +97,7 @@ def table(found: Sequence[Found], mosts: Sequence[float]) -> list[str]:
             gap = "" if most == EXACT else gap_text((r.loss for r in runs), (r.loss for r in of[EXACT]))
             loss = statistics.mean(each.loss for each in runs)
             clipped, twice = (f"{100 * share:.0f} %" for share in shares)
-            lines.append(f"| {case[0]}, {case[1]:g} | {most or 'exact'} | {clipped} | {twice} | {loss:.3f} | {gap} |")
-    return lines
+            yield [f"{case[0]}, {case[1]:g}", f"{most or 'exact'}", clipped, twice, f"{loss:.3f}", gap]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -111,10 +114,13 @@ def main(argv: Sequence[str]) -> None:
     asked = [(CASES[k], most, seed, args.steps) for k in args.cases for most in mosts for seed in range(args.seeds)]
     with ProcessPoolExecutor(args.processes, initializer=_prepare_process) as pool:
         found = list(pool.map(run, *zip(*asked, strict=True)))
-    about = (
-        f"`python scripts/study.py clip --steps {args.steps} --seeds {args.seeds}`, {revision()}, torch "
-        f"{torch.__version__}: {RANKS} simulated ranks of {ROWS} rows, learning rate {LR:g}; means over seeds, in "
-        "brackets the least and the largest\n"
-    )
-    title = "# Clipped steps that leave before their norm is known\n"
-    publish(args, "\n".join([title, about, *table(found, mosts), ""]))
+    text = f"""# Clipped steps that leave before their norm is known
+
+{here()}
+
+{RANKS} simulated ranks of {ROWS} rows, {args.steps} steps, {args.seeds} seeds, learning rate {LR:g}; means over seeds,
+in brackets the least and the largest.
+
+{table(HEADS, rows_of(found, mosts))}
+"""
+    publish(args, text)

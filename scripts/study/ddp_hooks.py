@@ -11,14 +11,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from provenance import check_record, revision, write_record
-from reports import gap_text
+from bench.record import here
+from provenance import add_record
+from reports import gap_text, publish, table
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -140,26 +140,23 @@ def train(task: Task, way: str, settings: Settings, seed: int, found: Found) -> 
     found.losses.append(task.evaluate(model))
 
 
-def report(all_found: dict[str, Found], settings: Settings) -> Iterator[str]:
-    plain = all_found["DDP, no hook"].losses
-    yield (
-        f"The byte LM (0.12 M parameters) with AdamW on {dist.get_world_size()} ranks, {settings.steps} steps of "
-        f"{settings.rows} rows a rank, the first {settings.start} with gradients in full; peak learning rate "
-        f"{settings.lr:g}. Validation loss in nats per byte, mean of {settings.seeds} seeds; its gap to DDP's run of "
-        "the same seed, mean and extremes. Bits: what a rank sends per parameter in each later step. Revision "
-        f"{revision()}.\n"
-    )
-    yield "| way | loss | gap | bits | of DDP's |\n" + "| --- " * 5 + "|"
+def report(all_found: dict[str, Found], settings: Settings) -> str:
+    plain, rows = all_found["DDP, no hook"].losses, []
     for way, found in all_found.items():
         gap = "" if way == "DDP, no hook" else gap_text(found.losses, plain)
-        cells = (
-            way,
-            f"{statistics.mean(found.losses):.4f}",
-            gap,
-            f"{found.bits:.2f}",
-            f"1/{_dense_bits() / found.bits:.0f}",
-        )
-        yield "| " + " | ".join(cells) + " |"
+        cells = [way, f"{statistics.mean(found.losses):.4f}", gap, f"{found.bits:.2f}"]
+        rows.append([*cells, f"1/{_dense_bits() / found.bits:.0f}"])
+    return f"""# Hooks of DDP
+
+{here()}
+
+The byte LM (0.12 M parameters) with AdamW on {dist.get_world_size()} ranks, {settings.steps} steps of {settings.rows}
+rows a rank, the first {settings.start} with gradients in full; peak learning rate {settings.lr:g}. Validation loss in
+nats per byte, mean of {settings.seeds} seeds; its gap to DDP's run of the same seed, mean and extremes. Bits: what a
+rank sends per parameter in each later step.
+
+{table(("way", "loss", "gap", "bits", "of DDP's"), rows)}
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -168,10 +165,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--warmup", type=int, default=100, help="steps in which gradients travel in full")
     parser.add_argument("--lr", type=float, default=4e-3, help="the peak")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--record", type=Path, metavar="FILE", help="where the table goes; default: the terminal alone")
+    add_record(parser)
     args = parser.parse_args(argv)
-    if args.record:
-        check_record(parser, args.record)
     torch.set_num_threads(1)
     comm.init()
     settings, task = Settings(args.steps, args.warmup, args.lr, seeds=args.seeds), load_task("byte-lm")
@@ -182,9 +177,4 @@ def main(argv: Sequence[str] | None = None) -> None:
             if dist.get_rank() == 0:
                 print(f"{way}, seed {seed}: {found.losses[-1]:.4f}, {found.seconds:.0f} s so far", flush=True)
     if dist.get_rank() == 0:
-        lines = "\n".join(report(all_found, settings))
-        print(lines)
-        if args.record:
-            command = f"torchrun --nproc-per-node {dist.get_world_size()} scripts/study.py ddp-hooks"
-            options = f"--steps {args.steps} --warmup {args.warmup} --lr {args.lr:g} --seeds {args.seeds}"
-            write_record(args.record, f"# Hooks of DDP\n\n```sh\n{command} {options}\n```\n\n{lines}\n")
+        publish(args, report(all_found, settings))

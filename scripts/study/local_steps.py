@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +24,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from provenance import add_record, check_record, revision, write_record
-from reports import add_missing, gap_text, read_lines
+from bench.record import here
+from provenance import add_record, check_record
+from reports import add_missing, gap_text, publish, read_lines, table
 from torch.optim.lr_scheduler import LambdaLR
 from train.model import decay_groups
 from train.schedule import lr_fraction
@@ -194,28 +194,27 @@ def report(results: Sequence[dict]) -> Iterator[str]:
         f"{first['task']}, {first['ranks']} workers of {first['rows']} rows, {first['steps']} steps, seeds "
         f"{', '.join(map(str, sorted({r['seed'] for r in results})))}; each method at its best rate of "
         f"{', '.join(f'{lr:g}' for lr in sorted({r['lr'] for r in compared}))}{'' if shared else ', where it had it'}. "
-        f"Bits per parameter and step, without (n-1)/n. Revision {revision()}.\n"
+        f"Bits per parameter and step, without (n-1)/n.\n"
     )
-    yield "| method | H | bits | best rate | loss | to AdamW | to the same in full |\n" + "| --- " * 7 + "|"
     best = {key: _best(compared, *key) for key in rates_of}
     plain = next((value for (method, _), value in best.items() if method == "AdamW"), None)
     in_full = {"one bit": "local", "one bit, started": "local, started", "DiLoCo, one bit": "DiLoCo, fp32"}
     in_full |= {"one bit, Muon": "local, Muon", "top-k, 1 of 64": "local", "top-k, 1 of 16": "local"}
     in_full |= {"one bit, speeds 1 : 3": "one bit", "local, speeds 1 : 3": "local"}
     in_full |= {"DiLoCo, int8": "DiLoCo, fp32", "DiLoCo, .7 and .6, one bit": "DiLoCo, .7 and .6, fp32"}
+    rows = []
     for (method, every), (lr, losses, bits) in best.items():
         twin = best.get((in_full.get(method, ""), every))
         cells = [method, str(every or ""), f"{bits:.3f}", f"{lr:g}"]
-        cells += [f"{statistics.mean(losses):.4f}", *(_gap(losses, other) for other in (plain, twin))]
-        yield "| " + " | ".join(cells) + " |"
-    yield from _sweep(results, list(rates_of))
-
-
-def _sweep(results: Sequence[dict], keys: Sequence[tuple[str, int]]) -> Iterator[str]:
-    """Every method at every rate, mean over seeds; in brackets how many, where the most have more."""
+        rows.append([*cells, f"{statistics.mean(losses):.4f}", *(_gap(losses, other) for other in (plain, twin))])
+    yield table(("method", "H", "bits", "best rate", "loss", "to AdamW", "to the same in full"), rows)
     rates = sorted({r["lr"] for r in results})
     yield "\nAll rates, mean over seeds:\n"
-    yield "| method | H | " + " | ".join(f"{lr:g}" for lr in rates) + " |\n" + "| --- " * (2 + len(rates)) + "|"
+    yield table(("method", "H", *(f"{lr:g}" for lr in rates)), _sweep(results, list(rates_of), rates))
+
+
+def _sweep(results: Sequence[dict], keys: Sequence[tuple[str, int]], rates: Sequence[float]) -> Iterator[list[str]]:
+    """Every method at every rate, mean over seeds; in brackets how many, where the most have more."""
     seeds = len({r["seed"] for r in results})
     for method, every in keys:
         cells = [method, str(every or "")]
@@ -223,7 +222,7 @@ def _sweep(results: Sequence[dict], keys: Sequence[tuple[str, int]]) -> Iterator
             losses = [r["loss"] for r in results if (r["method"], r["every"], r["lr"]) == (method, every, lr)]
             text = f"{statistics.mean(losses):.4f}" if losses else ""
             cells.append(text + (f" ({len(losses)})" if 0 < len(losses) < seeds else ""))
-        yield "| " + " | ".join(cells) + " |"
+        yield cells
 
 
 def _best(results: Sequence[dict], method: str, every: int) -> tuple[float, list[float], float]:
@@ -261,19 +260,6 @@ def _tables(args: argparse.Namespace, results: Sequence[dict]) -> Iterator[list[
         yield [r for r in asked if (r["task"], r["ranks"], r["steps"], r["rows"]) == wanted]
 
 
-def _options(args: argparse.Namespace) -> str:
-    """What runs the same again, or makes the same report."""
-    options = f"--task {' '.join(args.task)} --steps {args.steps} --every {' '.join(map(str, args.every))}"
-    if args.rows != [4]:
-        options += f" --rows {' '.join(map(str, args.rows))}"
-    if not args.report_only:
-        options += f" --lrs {' '.join(f'{lr:g}' for lr in args.lrs)}"
-    options += f" --seeds {' '.join(map(str, args.seeds))}"
-    if args.methods != list(WAYS):
-        options += f" --methods {shlex.join(args.methods)}"
-    return f"--report-only {options} --results {args.results}" if args.report_only else options
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="study.py local-steps", description=__doc__.split("\n\n")[0])
     parser.add_argument("--task", nargs="+", choices=TASKS, default=["byte-lm"], help="a table for each")
@@ -303,8 +289,5 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{args.results} holds no run of some task and rows that are asked for, with these steps, seeds, methods "
             "and H; leave out --report-only"
         )
-    text = "\n\n".join("\n".join(report(table)) for table in tables)
-    print(text)
-    if args.record is not None:
-        command = f"python scripts/study.py local-steps {_options(args)}"
-        write_record(args.record, f"# Local steps\n\n```sh\n{command}\n```\n\n{text}\n", args.results)
+    text = "\n\n".join("\n".join(report(runs)) for runs in tables)
+    publish(args, f"# Local steps\n\n{here()}\n\n{text}\n", *filter(None, [args.results]))

@@ -9,7 +9,6 @@ sleeps until a micro-batch has taken SLOWEST_S / v, and `MemberSampler(balanced=
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.record import here
 from faults.member_runs import Hub, founded
-from provenance import add_record, check_record, revision, write_record
-from reports import add_missing, gap_text, read_lines, table
+from provenance import add_record, check_record
+from reports import add_missing, gap_text, publish, read_lines, table
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from train.model import decay_groups
@@ -105,23 +105,16 @@ def run_job(job: Job) -> dict:
     return {**asdict(job), "loss": loss, "share": min(counts) / sum(counts)}
 
 
-def report(results: Sequence[dict]) -> Iterator[str]:
+def rows_of(results: Sequence[dict]) -> Iterator[list[str]]:
     """A row for each method."""
-    first, seeds = results[0], sorted({r["seed"] for r in results})
-    yield (
-        f"{first['task']}, 2 members, {2 * MEAN} micro-batches of {first['rows']} rows in a step, {first['steps']} "
-        f"steps, rate {first['lr']:g}, seeds {', '.join(map(str, seeds))}. Share: of the slower member. Revision "
-        f"{revision()}.\n"
-    )
+    seeds = sorted({r["seed"] for r in results})
     losses = {name: [r["loss"] for seed in seeds for r in results if (r["method"], r["seed"]) == (name, seed)]
               for name in dict.fromkeys(r["method"] for r in results)}  # fmt: skip
-    rows = []
     for name, own in losses.items():
         share = statistics.mean(r["share"] for r in results if r["method"] == name)
         other = losses.get(WAYS[name].twin, [])
         gap = gap_text(own, other) if len(own) == len(other) else ""
-        rows.append((name, f"{share:.0%}", f"{statistics.mean(own):.4f}", gap))
-    yield table(("method", "share", "loss", "to equal shares"), rows)
+        yield [name, f"{share:.0%}", f"{statistics.mean(own):.4f}", gap]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -144,9 +137,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = read_lines(args.results)
     done = {Job(**{name: r[name] for name in Job.__annotations__}): r for r in results}
     results += add_missing(jobs, set(done), run_job, args.results)
-    text = "\n".join(report([r for r in results if Job(**{name: r[name] for name in Job.__annotations__}) in jobs]))
-    print(text)
-    if args.record is not None:
-        command = f"python scripts/study.py member-shares --task {args.task} --steps {args.steps} --rows {args.rows} "
-        command += f"--lr {args.lr:g} --seeds {' '.join(map(str, args.seeds))} --methods {shlex.join(args.methods)}"
-        write_record(args.record, f"# Shares of members by speed\n\n```sh\n{command}\n```\n\n{text}\n", args.results)
+    asked = [r for r in results if Job(**{name: r[name] for name in Job.__annotations__}) in jobs]
+    text = f"""# Shares of members by speed
+
+{here()}
+
+{args.task}, 2 members, {2 * MEAN} micro-batches of {args.rows} rows in a step, {args.steps} steps, rate {args.lr:g},
+seeds {", ".join(map(str, args.seeds))}. Share: of the slower member.
+
+{table(("method", "share", "loss", "to equal shares"), rows_of(asked))}
+"""
+    publish(args, text, *filter(None, [args.results]))

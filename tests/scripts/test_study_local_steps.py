@@ -79,8 +79,13 @@ def test_methods_are_compared_at_the_rates_that_all_of_them_had() -> None:
 def test_each_task_and_each_number_of_rows_has_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     several = ["--task", "digits", "byte-lm", "--rows", "1", "2", "--methods", "AdamW", "local"]
     once = ["--steps", "3", "--every", "2", "--lrs", "1e-3", "--ranks", "2"]
+
+    def told() -> str:
+        """The report without its title and the sentence on the machine, which names its load."""
+        return capsys.readouterr().out.strip().split("\n\n", 2)[2]
+
     main([*several, *once, "--results", str(tmp_path / "local.jsonl")])
-    tables = capsys.readouterr().out.strip().split("\n\n| method | H | bits")
+    tables = told().split("\n\n| method | H | bits")
     heads = [part.splitlines()[-1] for part in tables[:-1]]
     assert [head.split(", 3 steps")[0] for head in heads] == [
         f"{task}, 2 workers of {rows} rows" for task in ("digits", "byte-lm") for rows in (1, 2)
@@ -91,12 +96,12 @@ def test_each_task_and_each_number_of_rows_has_a_table(tmp_path: Path, capsys: p
     held = ["--steps", "3", "--every", "2", "--ranks", "2", "--results", str(tmp_path / "local.jsonl")]
     report_only = ["--report-only", *several, *held]
     main(report_only)
-    assert capsys.readouterr().out.strip().split("\n\n| method | H | bits") == tables
+    assert told().split("\n\n| method | H | bits") == tables
     main([*report_only, "--methods", "AdamW"])  # with any H
-    table = capsys.readouterr().out
+    table = told()
     assert "| AdamW |" in table and "| local |" not in table
     main([*report_only, "--every", "4"])
-    assert capsys.readouterr().out == table
+    assert told() == table
     with pytest.raises(SystemExit):
         main([*report_only, "--rows", "4"])
     assert "holds no run of some task" in capsys.readouterr().err
