@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.record import here
 from provenance import add_record, check_record, revision
 from reports import add_missing, gap_text, publish, read_lines, table
 from torch import Tensor, nn
@@ -113,14 +113,17 @@ def report(results: Sequence[Result]) -> str:
         row = [task, f"{found[0].parameters:,}", form, f"{statistics.mean(perplexity):.4f}"]
         row += [gap_text(perplexity, before), f"{found[0].held_bytes / whole[0].held_bytes:.3f}"]
         rows.append([*row, f"{statistics.mean(r.seconds for r in found):.1f}", len(found)])
-    heads = ["model", "parameters", "weights", "perplexity", "to float32", "bytes", "seconds", "seeds"]
-    about = (
-        f"`python scripts/study.py calibration`, torch {torch.__version__}, one thread of {platform.machine()}, "
-        f"revision {', '.join(sorted({r.revision for r in results}))}. Means over seeds, in brackets the least and the "
-        f"largest. Perplexity: of a byte of held-out text. Calibrated: by {SAMPLES} windows of the training text. "
-        "Seconds: until the model is served; the processor had other work."
-    )
-    return "\n\n".join(["# Weights in few bits: perplexity", about, table(heads, rows, names=3)]) + "\n"
+    heads = ("model", "parameters", "weights", "perplexity", "to float32", "bytes", "seconds", "seeds")
+    return f"""# Weights in few bits: perplexity
+
+{here()}
+
+Runs of revision {", ".join(sorted({r.revision for r in results}))}, one thread. Means over seeds, in brackets the least
+and the largest. Perplexity: of a byte of held-out text. Calibrated: by {SAMPLES} windows of the training text. Seconds:
+until the model is served.
+
+{table(heads, rows, names=3)}
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

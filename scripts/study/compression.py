@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from provenance import add_record, check_record, revision
-from reports import add_missing, panels_of, publish, read_lines
+from reports import add_missing, panels_of, publish, read_lines, table
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train.model import ModelSize, build_model, decay_groups, next_byte_loss
@@ -354,24 +354,23 @@ def _table(task: str, results: Sequence[Result]) -> str:
     dense = by["dense", "trained"]
     base, whole = _mean(r.loss for r in dense), dense[0].bytes
     unit = "accuracy" if dense[0].accuracy is not None else "loss"
-    lines = [
-        f"## {task}, {seeds} seeds\n",
-        "Rounded: without training. Gap: to the dense model trained as long. Smaller: the file, all of it.\n",
-        f"| recipe | parameters | bytes | smaller | {unit}, rounded | {unit}, trained | ± | {unit}, distilled | gap |"
-        " gap, distilled |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rounded, trained, distilled = (f"{unit}, {mode}" for mode in MODES)
+    heads = ("recipe", "parameters", "bytes", "smaller", rounded, trained, "±", distilled, "gap", "gap, distilled")
+    lines = []
     for recipe in dict.fromkeys(r.recipe for r in results):
         rows = {mode: by.get((recipe, mode), []) for mode in MODES}
         any_row = (rows["trained"] or rows["rounded"])[0]
         shown = {mode: _shown(rows[mode]) for mode in MODES}
         gaps = {mode: f"{_mean(r.loss for r in rows[mode]) / base - 1:+.2%}" if rows[mode] else "" for mode in MODES}
-        lines.append(
-            f"| {recipe} | {any_row.parameters:,} | {any_row.bytes:,} | {whole / any_row.bytes:.1f} | "
-            f"{shown['rounded']} | {shown['trained']} | {_spread(rows['trained'])} | {shown['distilled']} | "
-            f"{gaps['trained']} | {gaps['distilled']} |"
-        )
-    return "\n".join(lines) + "\n"
+        cells = [recipe, f"{any_row.parameters:,}", f"{any_row.bytes:,}", f"{whole / any_row.bytes:.1f}"]
+        cells += [shown["rounded"], shown["trained"], _spread(rows["trained"]), shown["distilled"]]
+        lines.append([*cells, gaps["trained"], gaps["distilled"]])
+    return f"""## {task}, {seeds} seeds
+
+Rounded: without training. Gap: to the dense model trained as long. Smaller: the file, all of it.
+
+{table(heads, lines)}
+"""
 
 
 def _value(result: Result) -> float:

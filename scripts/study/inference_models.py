@@ -21,23 +21,20 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
-import os
-import platform
-import shlex
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from provenance import record_path, revision
+from bench.record import here
+from provenance import add_record
 from reports import publish, table
 from rich.console import Console
 from rich.progress import Progress
@@ -49,7 +46,7 @@ from onebit.comm import Transport, run_ranks
 from onebit.zero import InferenceEngine, init_inference
 from onebit.zero.parallel.experts import inputs_dim, is_experts, up_name
 from study.model_cases import SERVED, Batch, spectra
-from study.models import kind_of, one_line
+from study.models import kind_of, one_line, told
 
 NEW = 8  # tokens of an answer
 PROMPTS = (3, 7)  # tokens of the prompts of a batch
@@ -263,7 +260,7 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 # -------------------------------------------------------------------------------- the report
 
 
-def report(rows: Sequence[Row], seconds: float, command: str) -> str:
+def report(rows: Sequence[Row], seconds: float) -> str:
     """Counts for each form, a table of models and forms, and what refusals and failures say."""
     forms = list(dict.fromkeys((row.dtype, row.layout) for row in rows))
     counts = []
@@ -274,27 +271,27 @@ def report(rows: Sequence[Row], seconds: float, command: str) -> str:
     lines = []
     for model in dict.fromkeys(row.model for row in rows):
         lines.append([model, *(cell(row, notes) for row in rows if row.model == model)])
-    about = [
-        "# Models of transformers, served",
-        f"{date.today():%Y-%m-%d}, revision {revision()}: `{command}`. {os.cpu_count()} cores, load "
-        f"{os.getloadavg()[2]:.1f} over the last 15 minutes; torch {torch.__version__}, Python "
-        f"{platform.python_version()}.",
-        f"{len(lines)} models of transformers {transformers.__version__} with random weights, on one rank and on two "
-        f"simulated ones that divide rows or layers, {len(rows)} cases in {seconds:.0f} s. In float32 a case is ok if "
-        f"{NEW} greedy tokens after each prompt are those of transformers' `generate`, and logits differ by at most "
-        f"{EXACT:g} of their norm. In few bits it is ok if one rank's logits differ by at most {NEAR:g} from those of "
-        f"transformers' model with rounded weights (median of tokens), those of two ranks from float32's by at most "
-        f"{DRAWN_ANEW:g} times as much as the rounded model's and {NEAR:g}, and no token's logit is farther than "
-        f"{SHORT:g} below the largest in a pass over all tokens.",
-    ]
-    numbers = (
-        "Numbers: error of logits in few bits, relative to the norm of float32's. In brackets, of the tokens of two "
-        "ranks, those before the first that differs from one rank's."
-    )
     heads = ["model", *(f"{dtype}, {layout}" for dtype, layout in forms)]
-    told = "\n".join(f"{number}. {said}" for said, number in notes.items())
-    summary = table(["dtype", "layout", "ok", "refused", "fails"], counts, names=2)
-    return "\n\n".join([*about, summary, table(heads, lines, names=len(heads)), numbers, told]) + "\n"
+    return f"""# Models of transformers, served
+
+{here()}
+
+{len(lines)} models of transformers {transformers.__version__} with random weights, on one rank and on two simulated
+ones that divide rows or layers, {len(rows)} cases in {seconds:.0f} s. In float32 a case is ok if {NEW} greedy tokens
+after each prompt are those of transformers' `generate`, and logits differ by at most {EXACT:g} of their norm. In few
+bits it is ok if one rank's logits differ by at most {NEAR:g} from those of transformers' model with rounded weights
+(median of tokens), those of two ranks from float32's by at most {DRAWN_ANEW:g} times as much as the rounded model's and
+{NEAR:g}, and no token's logit is farther than {SHORT:g} below the largest in a pass over all tokens.
+
+{table(("dtype", "layout", "ok", "refused", "fails"), counts, names=2)}
+
+{table(heads, lines, names=len(heads))}
+
+Numbers: error of logits in few bits, relative to the norm of float32's. In brackets, of the tokens of two ranks, those
+before the first that differs from one rank's.
+
+{told(notes)}
+"""
 
 
 def cell(row: Row, notes: dict[str, int]) -> str:
@@ -310,9 +307,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--only", nargs="+", choices=SERVED, metavar="NAME", help="serve these models; default: all")
     add("--quick", action="store_true", help=f"serve {', '.join(QUICK)}")
-    add("--record", type=record_path, metavar="FILE", help="write the report there")
+    add_record(parser)
     args = parser.parse_args(argv)
-    command = shlex.join(["python", "scripts/study.py", "inference-models", *(sys.argv[2:] if argv is None else argv)])
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("onebit").setLevel(logging.ERROR)  # parameters that stay in floats
@@ -330,6 +326,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                     progress.print(row)
             progress.update(bar, advance=1, description=name)
             progress.refresh()
-    publish(args, report(rows, time.perf_counter() - began, command))
+    publish(args, report(rows, time.perf_counter() - began))
     if any(kind_of(row.verdict) == "fails" for row in rows):
         sys.exit(1)

@@ -20,9 +20,7 @@ import gc
 import math
 import multiprocessing
 import os
-import platform
 import re
-import shlex
 import sys
 import tempfile
 import time
@@ -30,7 +28,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from functools import cache
 from itertools import cycle
 from multiprocessing.connection import Connection
@@ -40,9 +37,10 @@ from typing import Any, cast
 import torch
 import torch._dynamo  # in the process that forks instead of in each rank
 import transformers
+from bench.record import here
 from faults.ranks import free_port
-from provenance import record_path, revision
-from reports import publish
+from provenance import add_record
+from reports import publish, table
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
@@ -362,39 +360,41 @@ class Row:
     deviation: float | None
 
 
-def report(rows: Sequence[Row], seconds: float, command: str) -> str:
+def report(rows: Sequence[Row], seconds: float) -> str:
     """Counts for each layout, a table of models and layouts, and what refusals and failures say."""
     layouts = [layout for layout in LAYOUTS if any(row.case.layout == layout for row in rows)]
-    lines = [
-        "# Models of transformers in the forms of the engine",
-        "",
-        f"{date.today():%Y-%m-%d}, revision {revision()}: `{command}`. {os.cpu_count()} cores, load "
-        f"{os.getloadavg()[2]:.1f} over the last 15 minutes; torch {torch.__version__}, Python "
-        f"{platform.python_version()}.",
-        "",
-        f"{len({row.case.model for row in rows})} models of transformers {transformers.__version__} on two ranks over "
-        f"Gloo, in 3D on eight, {len(rows)} cases in {seconds:.0f} s. Each layout is run with "
-        f"{' and '.join(OPTIMIZERS)}, in {' and '.join(DTYPES)}. A case is ok if its float32 weights after {WARMUP} "
-        f"steps (OneBitAdam: of warm-up, then {AFTER} more) are those of torch's AdamW in one process to "
-        f"{TOLERANCE:g} of a tensor's largest element, its loss falls, all ranks have the same weights, a new engine "
-        "resumes it to the bit, and `from_pretrained` reads the weights that it exports.",
-        "",
-        "| layout | ok | refused | fails |",
-        "| --- | ---: | ---: | ---: |",
-    ]
+    counts, lines, notes = [], [], dict[str, int]()
     for layout in [*layouts, "all"]:
-        counts = Counter(kind_of(row.verdict) for row in rows if layout in (row.case.layout, "all"))
-        lines.append(f"| {layout} | {counts['ok']} | {counts['refused']} | {counts['fails']} |")
-    notes: dict[str, int] = {}
-    lines += ["", f"| model | {' | '.join(layouts)} | deviation |", "| --- " + "| --- " * len(layouts) + "| ---: |"]
+        kinds = Counter(kind_of(row.verdict) for row in rows if layout in (row.case.layout, "all"))
+        counts.append((layout, kinds["ok"], kinds["refused"], kinds["fails"]))
     for model in dict.fromkeys(row.case.model for row in rows):
         own = [row for row in rows if row.case.model == model]
         cells = [_cell([row for row in own if row.case.layout == layout], notes) for layout in layouts]
         most = max((row.deviation for row in own if row.deviation is not None), default=None)
-        lines.append(f"| {model} | {' | '.join(cells)} | {'' if most is None else f'{most:.0e}'} |")
-    lines += ["", "Deviation: the largest of the model's float32 cases.", ""]
-    lines += [f"{number}. {said}" for said, number in notes.items()]
-    return "\n".join(lines) + "\n"
+        lines.append([model, *cells, "" if most is None else f"{most:.0e}"])
+    return f"""# Models of transformers in the forms of the engine
+
+{here()}
+
+{len(lines)} models of transformers {transformers.__version__} on two ranks over Gloo, in 3D on eight, {len(rows)} cases
+in {seconds:.0f} s. Each layout is run with {" and ".join(OPTIMIZERS)}, in {" and ".join(DTYPES)}. A case is ok if its
+float32 weights after {WARMUP} steps (OneBitAdam: of warm-up, then {AFTER} more) are those of torch's AdamW in one
+process to {TOLERANCE:g} of a tensor's largest element, its loss falls, all ranks have the same weights, a new engine
+resumes it to the bit, and `from_pretrained` reads the weights that it exports.
+
+{table(("layout", "ok", "refused", "fails"), counts)}
+
+{table(("model", *layouts, "deviation"), lines, names=1 + len(layouts))}
+
+Deviation: the largest of the model's float32 cases.
+
+{told(notes)}
+"""
+
+
+def told(notes: Mapping[str, int]) -> str:
+    """Verdicts by their numbers in a table."""
+    return "\n".join(f"{number}. {said}" for said, number in notes.items())
 
 
 def kind_of(said: str) -> str:
@@ -418,14 +418,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--only", nargs="+", choices=MODELS, metavar="NAME", help="run these models; default: all")
     add("--quick", action="store_true", help=f"run {', '.join(QUICK)}, in each layout one case")
-    add("--record", type=record_path, metavar="FILE", help="write the report there")
+    add_record(parser)
     args = parser.parse_args(argv)
     chosen = args.only or (QUICK if args.quick else MODELS)
     cases = [case for case in CASES if case.model in chosen]
     if args.quick:
         pairs = dict(zip(LAYOUTS, cycle(QUICK_PAIRS)))
         cases = [case for case in cases if (case.optimizer, case.dtype) == pairs[case.layout]]
-    command = shlex.join(["python", "scripts/study.py", "models", *(sys.argv[2:] if argv is None else argv)])
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -440,7 +439,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 progress.print(row.case, row.verdict)
             progress.update(bar, advance=1, description=row.case.model)
             progress.refresh()
-    text = report(rows, time.perf_counter() - began, command)
-    publish(args, text)
+    publish(args, report(rows, time.perf_counter() - began))
     if any(kind_of(row.verdict) == "fails" for row in rows):
         sys.exit(1)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import platform
 import statistics
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
+from bench.record import here
+from reports import table
 
 from onebit.arithmetic.schedule import VarianceUpdates
 from study.catalog import TASKS
@@ -83,15 +82,15 @@ def report(results: Sequence[Result]) -> str:
     header = f"""\
 # Study: loss and traffic against the dense twins
 
-`python {" ".join(_quoted(word) for word in sys.argv)}`
+{here()}
 
 Validation loss after equal steps, mean over seeds, each method at the best of the learning rates below. Gap: relative
 to the dense twin with the same seed and data, ± half of the 95 % interval (t over seeds). Bits: payload sent by a rank
 per parameter and step, mean over the run, dense phases included; "in full" counts also what a rank keeps for itself.
 "Bytes in all": sent per parameter in the whole run. Simulated ranks; dense methods are counted as a float32 ring.
 
-torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, text {corpus().sha256[:12]},
-revision {revisions}; {len(results)} runs, {sum(result.seconds for result in results):.0f} s in all.
+Text {corpus().sha256[:12]}; {len(results)} runs of revision {revisions}, {sum(r.seconds for r in results):.0f} s in
+all.
 """
     return "\n".join([header, *(_section(setting, runs_by_lr(results, setting)) for setting in settings)])
 
@@ -99,33 +98,37 @@ revision {revisions}; {len(results)} runs, {sum(result.seconds for result in res
 def _section(setting: Setting, by_method: dict[str, Runs]) -> str:
     best = {method: best_lr(runs) for method, runs in by_method.items()}
     chosen = {method: by_method[method][best[method]] for method in by_method}
+    swept = {method: swept_losses(runs) for method, runs in by_method.items()}
     lines = [
         f"## {setting}",
         "",
         f"Loss in {TASKS[setting.task].unit}.",
         "",
-        f"| method | learning rate | seeds | loss | gap | within {_TARGET} | bits sent | bits in full | bytes in all |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        *(_row(method, best[method], chosen) for method in by_method),
+        table(HEADS, (_row(method, best[method], chosen) for method in by_method)),
         "",
         *_edges(by_method, best),
         _peer(setting.steps),
         "",
         "The sweep:",
         "",
-        *_sweep(by_method),
+        table(("learning rate", *swept), _sweep(swept)),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _row(method: str, lr: float, chosen: dict[str, dict[int, Result]]) -> str:
+HEADS = (
+    "method", "learning rate", "seeds", "loss", "gap", f"within {_TARGET}", "bits sent", "bits in full", "bytes in all"
+)  # fmt: skip
+
+
+def _row(method: str, lr: float, chosen: dict[str, dict[int, Result]]) -> list[str]:
     runs, twin = chosen[method], METHODS[method].twin
     traffic = [
         statistics.mean(getattr(run, name) for run in runs.values())
         for name in ("bits_per_step", "bits_in_full", "bytes_sent")
     ]
     cells = [method, f"{lr:g}", str(len(runs)), _loss(_mean_loss(runs.values())), *_gap(runs, chosen.get(twin))]
-    return "| " + " | ".join([*cells, *(f"{value:.4g}" for value in traffic)]) + " |"
+    return [*cells, *(f"{value:.4g}" for value in traffic)]
 
 
 def _gap(runs: dict[int, Result], twins: dict[int, Result] | None) -> tuple[str, str]:
@@ -158,13 +161,9 @@ def _peer(steps: int) -> str:
     )
 
 
-def _sweep(by_method: dict[str, Runs]) -> Iterator[str]:
-    losses = {method: swept_losses(runs) for method, runs in by_method.items()}
-    yield "| learning rate | " + " | ".join(losses) + " |"
-    yield "| --- |" + " --- |" * len(losses)
-    for lr in sorted({lr for runs in by_method.values() for lr in runs}):
-        cells = [_loss(column[lr]) if lr in column else "" for column in losses.values()]
-        yield f"| {lr:g} | " + " | ".join(cells) + " |"
+def _sweep(swept: dict[str, dict[float, float]]) -> Iterator[list[str]]:
+    for lr in sorted({lr for column in swept.values() for lr in column}):
+        yield [f"{lr:g}", *(_loss(column[lr]) if lr in column else "" for column in swept.values())]
 
 
 def _mean_loss(runs: Iterable[Result]) -> float:
@@ -173,7 +172,3 @@ def _mean_loss(runs: Iterable[Result]) -> float:
 
 def _loss(loss: float) -> str:
     return f"{loss:.4f}" if loss < 100 else f"{loss:.3g}" if math.isfinite(loss) else "diverged"
-
-
-def _quoted(word: str) -> str:
-    return f'"{word}"' if " " in word else word

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from provenance import add_record, check_record, revision
-from reports import add_missing, publish, read_lines
+from reports import add_missing, publish, read_lines, table
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train.model import ModelSize, build_model, decay_groups
@@ -155,12 +155,11 @@ def wanted(args: argparse.Namespace) -> Iterator[tuple[str, int, float | None]]:
 
 def report(task: str, results: Sequence[Result]) -> str:
     """A row for each run."""
-    lines = ["| attention | seed | steps | CPU s | loss | answers right |", "|---|---:|---:|---:|---:|---:|"]
+    rows = []
     for result in (r for r in results if r.task == task):
         right = "" if result.right is None else f"{100 * result.right:.1f} %"
-        lines.append(
-            f"| {result.name} | {result.seed} | {result.steps} | {result.cpu_s:.0f} | {result.loss:.4f} | {right} |"
-        )
+        rows.append([result.name, result.seed, result.steps, f"{result.cpu_s:.0f}", f"{result.loss:.4f}", right])
+    lines = [table(("attention", "seed", "steps", "CPU s", "loss", "answers right"), rows)]
     if task == "retrieval":
         lines.append("")
         for name in SEES:
