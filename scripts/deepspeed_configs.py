@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import queue
 import re
-import shlex
 import sys
 import tempfile
 import textwrap
@@ -28,9 +27,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from bench.record import describe_machine, machines
-from provenance import record_path
-from reports import publish
+from bench.record import here
+from provenance import add_record
+from reports import publish, table
 from rich.progress import track
 from torch import nn
 
@@ -248,30 +247,21 @@ def outcome(repository: str, name: str, content: object, timeout_s: float) -> Ou
 # ---------------------------------------------------------------- the report
 
 
-def report(outcomes: Sequence[Outcome], command: str) -> str:
+def report(outcomes: Sequence[Outcome]) -> str:
     """Counts of each repository, then the files that were refused or did not train, in words."""
-    lines = ["# Public DeepSpeed configurations", "", f"`{command}`", "", *machines([describe_machine()])]
-    lines += ["| repository | files | accepted | trained |", "| --- | ---: | ---: | ---: |"]
     every, accepted, done = (
         Counter(each.repository for each in outcomes if fits(each))
         for fits in (lambda _: True, lambda each: not each.refused, lambda each: each.steps > 0)
     )
-    lines += [f"| {name} | {every[name]} | {accepted[name]} | {done[name]} |" for name in every]
-    lines += [f"| all | {every.total()} | {accepted.total()} | {done.total()} |", ""]
+    counts = [(name, every[name], accepted[name], done[name]) for name in every]
+    counts.append(("all", every.total(), accepted.total(), done.total()))
+    parts = ["# Public DeepSpeed configurations", here(), table(("repository", "files", "accepted", "trained"), counts)]
     for title, words in (("Refused", "refused"), ("Accepted, and does not train", "failed")):
-        if found := [each for each in outcomes if getattr(each, words)]:
-            lines += [f"## {title}", "", "| file | answer |", "| --- | --- |"]
-            lines += [f"| {each.repository}: {each.name} | {getattr(each, words)} |" for each in found]
-            lines.append("")
-    lines += [
-        "## Trained",
-        "",
-        "Steps until two had a rate above 0; a loss scale that is too large at first skips some.",
-        "",
-    ]
-    lines += ["| file | steps |", "| --- | ---: |"]
-    lines += [f"| {each.repository}: {each.name} | {each.steps} |" for each in outcomes if each.steps]
-    return "\n".join(lines) + "\n"
+        if found := [(f"{o.repository}: {o.name}", getattr(o, words)) for o in outcomes if getattr(o, words)]:
+            parts += [f"## {title}", table(("file", "answer"), found, names=2)]
+    parts += ["## Trained", "Steps until two had a rate above 0; a loss scale that is too large at first skips some."]
+    parts.append(table(("file", "steps"), [(f"{o.repository}: {o.name}", o.steps) for o in outcomes if o.steps]))
+    return "\n\n".join(parts) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -280,14 +270,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("folder", type=Path, help="holds owner/name/path.json")
     add("--only", default="", metavar="TEXT", help="the files with this in their path")
     add("--timeout", type=float, default=120.0, metavar="S", help="of one file (default: %(default)s)")
-    add("--record", type=record_path, metavar="FILE", help="write the report there")
+    add_record(parser)
     args = parser.parse_args(argv)
     logging.getLogger("onebit").setLevel(logging.ERROR)
     chosen = [each for each in public_files(args.folder) if args.only in f"{each[0]}/{each[1]}"]
     outcomes = [outcome(*each, args.timeout) for each in track(chosen, "Running")]
-    said = [Path(word).name if word == str(args.folder) else word for word in (sys.argv[1:] if argv is None else argv)]
-    text = report(outcomes, shlex.join(["python", "scripts/deepspeed_configs.py", *said]))
-    publish(args, text)
+    publish(args, report(outcomes))
     return int(any(each.failed for each in outcomes))
 
 

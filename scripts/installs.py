@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from provenance import record_path, revision, write_record
+from provenance import add_record, revision
+from reports import publish, table
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 900.0
@@ -383,8 +384,8 @@ class Row:
     install_s: float
     check_s: float
 
-    def cells(self) -> str:
-        return f"| {self.title} | {self.problem or 'works'} | {self.install_s:.0f} | {self.check_s:.0f} |"
+    def cells(self) -> tuple[str, ...]:
+        return self.title, self.problem or "works", f"{self.install_s:.0f}", f"{self.check_s:.0f}"
 
 
 def attempt(shop: Shop, name: str) -> Row:
@@ -403,24 +404,17 @@ def attempt(shop: Shop, name: str) -> Row:
 
 def report(shop: Shop, rows: list[Row], command: str) -> str:
     sizes = f"{shop.wheel.stat().st_size:,} bytes, the source distribution {shop.sdist.stat().st_size:,}"
-    return "\n".join(
-        [
-            "# Ways of installing",
-            "",
-            f"`{command}`",
-            "",
-            f"Python {sys.version.split()[0]}, torch {metadata.version('torch')}, {sysconfig.get_platform()}, pip "
-            f"{metadata.version('pip')}; revision {revision()}. {shop.wheel.name} has {sizes}.",
-            "Each way has a fresh environment. Checked from another folder: the package is imported from where it was "
-            "installed, two ranks train with one bit over Gloo and agree, and `onebit doctor` finds nothing wrong. "
-            "Seconds are of one run on a busy machine.",
-            "",
-            "| way | result | s to install | s to check |",
-            "| --- | --- | --- | --- |",
-            *(row.cells() for row in rows),
-            "",
-        ]
-    )
+    return f"""# Ways of installing
+
+`{command}`
+
+Python {sys.version.split()[0]}, torch {metadata.version("torch")}, {sysconfig.get_platform()}, pip
+{metadata.version("pip")}; revision {revision()}. {shop.wheel.name} has {sizes}.
+Each way has a fresh environment. Checked from another folder: the package is imported from where it was installed, two
+ranks train with one bit over Gloo and agree, and `onebit doctor` finds nothing wrong. Seconds are of one run.
+
+{table(("way", "result", "s to install", "s to check"), (row.cells() for row in rows), names=2)}
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -430,7 +424,7 @@ def main(argv: list[str] | None = None) -> int:
         "--torch", default=pinned(), metavar="REQUIREMENT", help="what pip installs (default: %(default)s)"
     )
     parser.add_argument("--folder", type=Path, help="install below this folder (default: a temporary one)")
-    parser.add_argument("--record", type=record_path, metavar="FILE", help="write the table there")
+    add_record(parser)
     args = parser.parse_args(argv)
     if unknown := set(args.ways) - set(WAYS):
         parser.error(f"unknown ways {', '.join(sorted(unknown))}: choose from {', '.join(WAYS)}")
@@ -439,14 +433,11 @@ def main(argv: list[str] | None = None) -> int:
         shop = open_shop(Path(folder).resolve(), args.torch)
         for name in args.ways or WAYS:
             rows.append(attempt(shop, name))
-            print(rows[-1].cells(), flush=True)
+            print(*rows[-1].cells(), sep=", ", flush=True)
             if name in ("wheel", "wheelhouse"):  # each has a torch
                 shutil.rmtree(shop.folder / {"wheelhouse": "offline"}.get(name, name), ignore_errors=True)
         text = report(shop, rows, " ".join(["python scripts/installs.py", *args.ways]))
-    if args.record:
-        write_record(args.record, text)
-    else:
-        print(f"\n{text}")
+    publish(args, text)
     return any(row.problem for row in rows)
 
 

@@ -12,7 +12,6 @@ import argparse
 import ast
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -23,9 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.record import describe_machine, machines
-from provenance import record_path
-from reports import publish
+from bench.record import here
+from provenance import add_record
+from reports import publish, table
 from rich.progress import track
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,22 +113,20 @@ def told(said: str) -> str:
     return f"{failed} of {failed + passed} fail: {line}" if passed or failed > 1 else f"fails: {line}"
 
 
-def report(rows: Sequence[tuple[Case, str, str]], base: str, command: str) -> str:
+def report(rows: Sequence[tuple[Case, str, str]], base: str) -> str:
     """A table for each kind, and counts of all."""
-    lines = ["# Strangers' scripts: before and after", "", f"`{command}`; before: {base}.", ""]
-    lines += machines([describe_machine()])
-    lines += ["| kind | cases | wrong before | wrong now |", "| --- | ---: | ---: | ---: |"]
     every, before, now = (
         Counter(case.kind for case, *ends in rows if take(ends))
         for take in (lambda _: True, lambda ends: ends[0] != "passed", lambda ends: ends[1] != "passed")
     )
-    lines += [f"| {kind} | {every[kind]} | {before[kind]} | {now[kind]} |" for kind in KINDS]
-    lines += [f"| all | {every.total()} | {before.total()} | {now.total()} |", ""]
+    counts = [(kind, every[kind], before[kind], now[kind]) for kind in KINDS]
+    counts.append(("all", every.total(), before.total(), now.total()))
+    parts = ["# Strangers' scripts: before and after", here(), f"Before: {base}."]
+    parts.append(table(("kind", "cases", "wrong before", "wrong now"), counts))
     for kind in KINDS:
-        lines += [f"## {kind.capitalize()}", "", "| point and case | before | now |", "| --- | --- | --- |"]
-        lines += [f"| {case.case} | {old} | {new} |" for case, old, new in rows if case.kind == kind]
-        lines.append("")
-    return "\n".join(lines)
+        of_kind = [(case.case, old, new) for case, old, new in rows if case.kind == kind]
+        parts += [f"## {kind.capitalize()}", table(("point and case", "before", "now"), of_kind, names=3)]
+    return "\n\n".join(parts) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,16 +135,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--base", default="d6719c2", help="the older revision (default: %(default)s)")
     add("--only", default="", metavar="TEXT", help="the cases that contain this")
     add("--timeout", type=float, default=60.0, metavar="S", help="of one test (default: %(default)s)")
-    add("--record", type=record_path, metavar="FILE", help="write the report there")
+    add_record(parser)
     args = parser.parse_args(argv)
     chosen = [case for case in cases(ROOT / "tests") if args.only in case.case]
     rows = []
     with checkout(args.base) as tree:
         for case in track(chosen, "Running"):
             rows.append((case, *(outcome(case.test, where, args.timeout) for where in (tree, ROOT))))
-    words = shlex.join(["python", "scripts/strangers.py", *(sys.argv[1:] if argv is None else argv)])
-    text = report(rows, args.base, words)
-    publish(args, text)
+    publish(args, report(rows, args.base))
     return int(any(new != "passed" for *_, new in rows))
 
 

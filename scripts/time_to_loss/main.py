@@ -86,8 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         seconds.time_on(
             args.rates, args.hosts, args.params, args.compute, args.ways, args.budget, args.results, args.backend
         )
-        text = seconds.table(seconds.read(args.results))
-        publish(args, text, args.results)
+        publish(args, seconds.report(seconds.read(args.results)), args.results)
     else:
         _report(args)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from provenance import revision
+from reports import table
 
 from onebit.cli.numbers import rate
 from time_to_loss.losses import Found
@@ -126,7 +127,7 @@ def _seconds(run: Found, timed: Timed) -> float:
 
 
 def report(found: Sequence[Found], timed: Sequence[Timed], control: Sequence[Timed] = ()) -> Iterator[str]:
-    """Markdown, line by line. control: steps on another number of hosts, with a table of their own."""
+    """Markdown, part by part. control: steps on another number of hosts, with a table of their own."""
     first, by_network = timed[0], curves(found, timed)
     runs = [f.run for f in found]
     yield "# Time to loss\n"
@@ -149,8 +150,7 @@ def report(found: Sequence[Found], timed: Sequence[Timed], control: Sequence[Tim
 
 def _table(network: str, lines: Sequence[Curve], timed: Mapping[str, Timed]) -> Iterator[str]:
     yield f"\n## {network}\n\nLoss that so many seconds buy; *: its longest run takes less, and this is its loss.\n"
-    yield "| | seconds of a step, by phase | " + " | ".join(f"{budget:g} s" for budget in BUDGETS_S) + " |"
-    yield "| --- | --- |" + " ---: |" * len(BUDGETS_S)
+    rows = []
     bought = {line.way: [line.at(budget) for budget in BUDGETS_S] for line in lines}
     best = [min((row[k] for row in bought.values() if row[k] is not None), default=None) for k in range(len(BUDGETS_S))]
     for line in lines:
@@ -158,7 +158,8 @@ def _table(network: str, lines: Sequence[Curve], timed: Mapping[str, Timed]) -> 
         for budget, loss, least in zip(BUDGETS_S, bought[line.way], best, strict=True):
             text = "" if loss is None else f"{loss:.3f}" + "*" * (budget > line.seconds[-1])
             cells.append(f"**{text}**" if loss is not None and loss == least else text)
-        yield f"| {line.way} | {_phases(timed[line.way])} | " + " | ".join(cells) + " |"
+        rows.append([line.way, _phases(timed[line.way]), *cells])
+    yield table(("", "seconds of a step, by phase", *(f"{budget:g} s" for budget in BUDGETS_S)), rows, names=2)
 
 
 def _phases(timed: Timed) -> str:
@@ -174,9 +175,7 @@ def _whole_runs(found: Sequence[Found], timed: Sequence[Timed], networks: Sequen
         f"Whole ones: warm-ups, refreshes and rounds are in the bits and in the seconds. Bits: sent by a rank per "
         f"parameter and step; DDP sends {2 * (ranks - 1) / ranks * 32:g} in float32 and half of them in bfloat16.\n"
     )
-    yield "| | loss | bits | " + " | ".join(f"{network}, s" for network in networks) + " |"
-    yield "| --- | ---: | ---: |" + " ---: |" * len(networks)
-    seconds_of = {(one.way, one.rate): one for one in timed}
+    seconds_of, rows = {(one.way, one.rate): one for one in timed}, []
     for way in WAYS.values():
         source = way.loss_of or way.name
         if not any((f.run.way, f.run.steps) == (source, steps) for f in found):
@@ -185,14 +184,14 @@ def _whole_runs(found: Sequence[Found], timed: Sequence[Timed], networks: Sequen
         bits = "" if WAYS[source].is_one_worker else f"{runs[0].bits / steps:.2f}"
         cells = [seconds_of.get((way.name, network)) for network in networks]
         seconds = ["" if one is None else f"{_seconds(runs[0], one):.0f}" for one in cells]
-        yield f"| {way.name} | {statistics.mean(f.loss for f in runs):.3f} | {bits} | " + " | ".join(seconds) + " |"
+        rows.append([way.name, f"{statistics.mean(f.loss for f in runs):.3f}", bits, *seconds])
+    yield table(("", "loss", "bits", *(f"{network}, s" for network in networks)), rows)
 
 
 def _losses(found: Sequence[Found]) -> Iterator[str]:
     lengths = sorted({f.run.steps for f in found})
     yield "\n## Losses by steps\n\nThe mean at the best rate; in brackets the seeds' least and most, and the rate.\n"
-    yield "| | " + " | ".join(map(str, lengths)) + " |"
-    yield "| --- |" + " ---: |" * len(lengths)
+    rows = []
     for way in (way for way in WAYS if any(f.run.way == way for f in found)):
         cells = []
         for steps in lengths:
@@ -203,7 +202,8 @@ def _losses(found: Sequence[Found]) -> Iterator[str]:
             losses = [f.loss for f in runs]
             seeds = f"{min(losses):.3f} to {max(losses):.3f}; " if len(losses) > 1 else ""
             cells.append(f"{statistics.mean(losses):.3f} ({seeds}{runs[0].run.lr:g})")
-        yield f"| {way} | " + " | ".join(cells) + " |"
+        rows.append([way, *cells])
+    yield table(("", *lengths), rows)
 
 
 def _on_other_hosts(control: Sequence[Timed]) -> Iterator[str]:
@@ -215,8 +215,7 @@ def _on_other_hosts(control: Sequence[Timed]) -> Iterator[str]:
         "the cores of one machine: fewer wait less for these. In brackets: the phase that most steps are in, times "
         "one worker alone.\n"
     )
-    yield "| | " + " | ".join(rates) + " |\n| --- |" + " --- |" * len(rates)
-    of_steps = {(one.way, one.rate): one for one in everyones(control)}
+    of_steps, rows = {(one.way, one.rate): one for one in everyones(control)}, []
     for way in (way for way in WAYS.values() if any((way.name, each) in of_steps for each in rates)):
         cells = []
         for each in rates:
@@ -224,7 +223,8 @@ def _on_other_hosts(control: Sequence[Timed]) -> Iterator[str]:
             cells.append("" if one is None else _phases(one))
             if one is not None and alone is not None:
                 cells[-1] += f" ({one.seconds[way.phases[-1]] / alone.seconds[PLAIN]:.2f})"
-        yield f"| {way.name} | " + " | ".join(cells) + " |"
+        rows.append([way.name, *cells])
+    yield table(("", *rates), rows, names=1 + len(rates))
 
 
 # ---------------------------------------------------------------- the picture

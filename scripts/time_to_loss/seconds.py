@@ -25,7 +25,7 @@ import torch.distributed as dist
 from bench.command import words
 from bench.peer_deepspeed import ALLOCATOR
 from provenance import refuse_dirty_tree, revision
-from reports import append, read_lines
+from reports import append, read_lines, table
 
 from onebit import comm
 from onebit.agreement import wrappers
@@ -100,21 +100,12 @@ def read(path: Path) -> list[Timed]:
     return [Timed(**line) for line in read_lines(path)]
 
 
-def table(timed: Sequence[Timed]) -> str:
+def report(timed: Sequence[Timed]) -> str:
     """Markdown: the seconds of a step of each way on each network, of the phase that most steps are in; in brackets
     those of the others."""
     rates = list(dict.fromkeys(each.rate for each in timed))
     first = timed[0]
-    lines = [
-        "# Seconds of a step",
-        "",
-        f"{first.params / 1e6:g} M parameters, {first.hosts} emulated hosts, {first.compute_s:g} s of sleep as "
-        f"compute, revision {first.revision}. torch's own optimizers are fused, and every process keeps the memory "
-        'that it frees. Every step of a row "clipped" is clipped.',
-        "",
-        f"| | {' | '.join(rates)} |",
-        f"| --- |{' ---: |' * len(rates)}",
-    ]
+    rows = []
     for way in dict.fromkeys(each.way for each in timed):
         of = {each.rate: each.seconds for each in timed if each.way == way}
         cells = []
@@ -122,8 +113,15 @@ def table(timed: Sequence[Timed]) -> str:
             main = WAYS[way].phases[-1]
             others = ", ".join(f"{phase} {s:.2f}" for phase, s in of.get(rate, {}).items() if phase != main)
             cells.append(f"{of[rate][main]:.3f}{f' ({others})' if others else ''}" if rate in of else "")
-        lines.append(f"| {way} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([way, *cells])
+    return f"""# Seconds of a step
+
+{first.params / 1e6:g} M parameters, {first.hosts} emulated hosts, {first.compute_s:g} s of sleep as compute, revision
+{first.revision}. torch's own optimizers are fused, and every process keeps the memory that it frees. Every step of a
+row "clipped" is clipped.
+
+{table(("", *rates), rows)}
+"""
 
 
 # ---------------------------------------------------------------- one rank

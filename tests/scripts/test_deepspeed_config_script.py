@@ -26,7 +26,7 @@ def test_a_folder_of_repositories(tmp_path: Path) -> None:
     ]  # fmt: skip
     told = [script.outcome(*each, timeout_s=60) for each in found[1:]]
     assert "sparse_gradients = true is not supported" in told[0].refused and "not JSON" in told[1].refused
-    text = script.report([script.Outcome("a/b", "ds.json", steps=2), *told], "command")
+    text = script.report([script.Outcome("a/b", "ds.json", steps=2), *told])
     assert "| a/b | 1 | 1 | 1 |\n| c/d | 2 | 0 | 0 |\n| all | 3 | 1 | 1 |" in text
 
 

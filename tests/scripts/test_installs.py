@@ -33,7 +33,7 @@ def test_a_way_that_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     shop = installs.Shop(tmp_path, tmp_path, tmp_path / "a-any.whl", tmp_path, tmp_path, "torch")
     row = installs.attempt(shop, "fails")
     assert row.problem is not None and row.problem.endswith("exit status 3: no such thing")
-    assert row.cells().count("|") == 5
+    assert not any("|" in cell for cell in row.cells())
 
 
 def test_what_torch_needs_has_no_extra() -> None:

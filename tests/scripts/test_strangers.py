@@ -28,7 +28,7 @@ def test_the_report_counts_by_kind() -> None:
         (Case("breaks", "1: ends", "t::b"), "passed", "passed"),
         (Case("breaks", "3: ends", "t::c"), "fails: x", "fails: x"),
     ]
-    text = report(rows, "abc", "python scripts/strangers.py")
+    text = report(rows, "abc")
     assert "| hangs | 1 | 1 | 0 |" in text and "| breaks | 2 | 1 | 1 |" in text and "| all | 3 | 2 | 1 |" in text
     assert "| 2: waits | hung | passed |" in text
 
