@@ -67,10 +67,6 @@ class Job:
     lr: float = 2e-3
     micro_batches: int = 1
 
-    def lr_at(self, step: int) -> float:
-        """Linear over the first tenth, then a cosine to a tenth of the peak."""
-        return self.lr * lr_fraction(step, self.steps, max(1, self.steps // 10))
-
 
 @dataclass
 class WithMemory:
@@ -147,7 +143,7 @@ def measure_gradients(wires: Sequence[Wire], steps: int = 200, batches: int = 24
     model = build_model(job.model, job.seed)
     cuts, windows = cut(model, job), Windows(corpus(), context=model.context)
     optimizer = METHODS[job.optimizer].make(decay_groups(model, WEIGHT_DECAY), None, steps)
-    for _ in train_steps(optimizer, steps, lambda k: model.loss(windows.training(batch, job.seed, k, 0, 0)), job.lr_at):
+    for _ in train_steps(optimizer, steps, lambda k: model.loss(windows.training(batch, job.seed, k, 0, 0)), job.lr):
         pass
 
     def gradients(wire: Wire) -> Tensor:
@@ -198,7 +194,7 @@ def train(job: Job, transport: SimTransport | None) -> tuple[float, float]:
     rank, rows = (0, job.batch) if transport is None else (transport.rank, job.batch // transport.world_size)
     for step in range(job.steps):
         for group in optimizer.param_groups:
-            group["lr"] = job.lr_at(step)
+            group["lr"] = job.lr * lr_fraction(step, job.steps, max(1, job.steps // 10))
         parts = windows.training(rows, job.seed, step, rank, 0).chunk(job.micro_batches)
         for k, part in enumerate(parts):
             for each in cuts:

@@ -29,7 +29,6 @@ from train.schedule import train_steps
 import onebit.optimizer
 from onebit.comm import Transport, run_ranks
 from study.catalog import load_task
-from study.ddp_hooks import Settings
 from study.run import WEIGHT_DECAY
 from study.tasks import Task
 
@@ -63,7 +62,7 @@ def _train(
     task: Task, max_norm: float, seed: int, steps: int, transport: Transport
 ) -> tuple[float, list[float], list[int]]:
     """The held-out loss; of each compressed step the factor and the bytes that this rank sent."""
-    model, settings = task.build(seed), Settings(steps, 0, LR)
+    model = task.build(seed)
     groups = decay_groups(model, WEIGHT_DECAY)
     optimizer = onebit.OnebitAdam(groups, transport=transport, max_grad_norm=max_norm, compression="always")
     factors, sent = [], []
@@ -71,7 +70,7 @@ def _train(
     def loss_of(step: int) -> Tensor:
         return task.loss(model, task.batch(seed, step, transport.rank, ROWS))
 
-    for _ in train_steps(optimizer, steps, loss_of, settings.lr_at):
+    for _ in train_steps(optimizer, steps, loss_of, LR):
         if optimizer.stats.phase == "compressed":
             factors.append(optimizer.stats.clip_factor)
             sent.append(optimizer.stats.sent_bytes)

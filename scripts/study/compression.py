@@ -25,7 +25,7 @@ from reports import add_missing, panels_of, publish, read_lines, table
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train.model import ModelSize, build_model, decay_groups, next_byte_loss
-from train.schedule import lr_fraction, train_steps
+from train.schedule import train_steps
 
 from onebit.zero.compression import (
     CompressionScheduler,
@@ -194,10 +194,7 @@ def fit(
     def loss_of(k: int) -> Tensor:
         return loss(model, task.batch(seed, steps[k], 0, batch))
 
-    def lr_at(k: int) -> float:
-        return lr * lr_fraction(k, len(steps), max(1, len(steps) // 10))
-
-    for _, value in train_steps(optimizer, len(steps), loss_of, lr_at):
+    for _, value in train_steps(optimizer, len(steps), loss_of, lr):
         if scheduler is not None:
             scheduler.step()
         yield value.item()

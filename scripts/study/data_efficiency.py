@@ -27,6 +27,7 @@ from reports import add_missing, panels_of, publish, read_lines, table
 from torch import Tensor
 from torch.utils.data import Dataset
 from train.model import GPT, SIZES, build_model, decay_groups
+from train.run import Windows
 
 import onebit
 from onebit.comm import SimTransport
@@ -100,9 +101,7 @@ class Pieces(Dataset[Tensor]):
 def validate(model: GPT) -> float:
     """Over a fixed set of held-out windows, all tokens kept."""
     model.eval()
-    text = torch.frombuffer(bytearray(corpus().validation), dtype=torch.uint8)
-    starts = torch.linspace(0, len(text) - model.context - 1, _VALIDATION).long()
-    windows = text[starts[:, None] + torch.arange(model.context + 1)].long()
+    windows = Windows(corpus(), model.context).validation(0, 1, _VALIDATION)
     with torch.no_grad():
         loss = statistics.fmean(float(model.loss(part)) for part in windows.split(16))
     model.train()

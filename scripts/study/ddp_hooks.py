@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from train.model import decay_groups
-from train.schedule import lr_fraction, train_steps
+from train.schedule import train_steps
 
 import onebit
 from onebit import comm
@@ -41,10 +41,6 @@ class Settings:
     lr: float
     rows: int = 8
     seeds: int = 3
-
-    def lr_at(self, step: int) -> float:
-        """Linear over the first tenth, then a cosine to a tenth of the peak."""
-        return self.lr * lr_fraction(step, self.steps, max(1, self.steps // 10))
 
 
 class LossOf(nn.Module):
@@ -133,7 +129,7 @@ def train(task: Task, way: str, settings: Settings, seed: int, found: Found) -> 
     def loss_of(step: int) -> Tensor:
         return wrapped.loss(task.batch(seed, step, dist.get_rank(), settings.rows))
 
-    for _ in train_steps(wrapped.optimizer, settings.steps, loss_of, settings.lr_at):
+    for _ in train_steps(wrapped.optimizer, settings.steps, loss_of, settings.lr):
         pass
     found.seconds += time.perf_counter() - began
     found.bits = wrapped.bits()

@@ -16,7 +16,7 @@ from provenance import revision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from train.model import decay_groups
-from train.schedule import lr_fraction, train_steps
+from train.schedule import train_steps
 
 import onebit
 from onebit.arithmetic.schedule import long_warmup
@@ -294,10 +294,6 @@ class Job:
     def setting(self) -> Setting:
         return Setting(self.task, self.ranks, self.steps, self.batch_size)
 
-    def lr_at(self, step: int) -> float:
-        """Linear over the first tenth, then a cosine to a tenth of the peak."""
-        return self.lr * lr_fraction(step, self.steps, max(1, self.steps // 10))
-
 
 @dataclass(frozen=True)
 class Point:
@@ -372,7 +368,7 @@ def _train(job: Job, task: Task, transport: SimTransport | None) -> list[Point]:
     def loss_of(step: int) -> Tensor:
         return task.loss(model, _batch(job, task, step, transport))
 
-    for step, _ in train_steps(optimizer, job.steps, loss_of, job.lr_at):
+    for step, _ in train_steps(optimizer, job.steps, loss_of, job.lr):
         if is_first and step + 1 in validated:
             validate(step + 1)
     if hasattr(optimizer, "sync"):  # only here: in between it would change the run

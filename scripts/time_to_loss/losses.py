@@ -28,7 +28,7 @@ from study.run import WEIGHT_DECAY
 from study.tasks import Task
 from torch import Tensor
 from train.model import decay_groups
-from train.schedule import lr_fraction, train_steps
+from train.schedule import train_steps
 
 from onebit import comm
 from onebit.comm import Transport, run_ranks
@@ -48,10 +48,6 @@ class Run:
     lr: float
     seed: int
     device: str = "cpu"
-
-    def lr_at(self, step: int) -> float:
-        """Linear over the first twentieth, then a cosine to a tenth of the peak."""
-        return self.lr * lr_fraction(step, self.steps, max(1, self.steps // 20))
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ def _train(run: Run, task: Task, transport: Transport | None) -> tuple[float, di
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             return task.loss(model, batch)
 
-    for _ in train_steps(optimizer, run.steps, loss_of, run.lr_at):
+    for _ in train_steps(optimizer, run.steps, loss_of, run.lr, part=20):
         phases[phase_of(optimizer)] += 1
     if hasattr(optimizer, "sync"):
         optimizer.sync()

@@ -20,15 +20,15 @@ def lr_fraction(step: int, steps: int, warmup: int) -> float:
 
 
 def train_steps(
-    optimizer: Any, steps: int, loss_of: Callable[[int], Tensor], lr_at: Callable[[int], float]
+    optimizer: Any, steps: int, loss_of: Callable[[int], Tensor], lr: float, part: int = 10
 ) -> Iterator[tuple[int, Tensor]]:
     """Take steps; yields each that was taken, from 0, with its loss.
 
-    loss_of(step): computes it. lr_at(step): for all groups of the optimizer.
+    loss_of(step): computes it. lr: the peak of all groups' rates. part: they rise over the first 1/part of the steps.
     """
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(step)
+            group["lr"] = lr * lr_fraction(step, steps, max(1, steps // part))
         loss = loss_of(step)
         loss.backward()
         optimizer.step()
