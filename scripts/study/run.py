@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from provenance import revision
@@ -47,6 +47,10 @@ class Method:
     groups: Callable[[nn.Module], list[dict]] = lambda model: decay_groups(model, WEIGHT_DECAY)
 
 
+FAST = 15 / 16  # β2 of a variance in which a new gradient weighs at least 1/16
+AT_FAST = f"beta2 {FAST:g}"
+
+
 def _adamw(name: str, twin: str, beta2: float = 0.999, *, other_batches: bool = False) -> Method:
     return Method(
         name,
@@ -57,49 +61,13 @@ def _adamw(name: str, twin: str, beta2: float = 0.999, *, other_batches: bool = 
     )
 
 
-def _with_beta2(name: str, kind: Callable[..., Optimizer], beta2: float) -> Method:
-    """Against AdamW with the same β2."""
-    return Method(
-        f"{name}, beta2 {beta2:g}",
-        f"adamw, beta2 {beta2:g}",
-        lambda groups, transport, steps: kind(groups, betas=(0.9, beta2), transport=transport),
-    )
-
-
-FAST = 15 / 16  # β2 of a variance in which a new gradient weighs at least 1/16
-
-
 def _laprop(name: str, twin: str, beta2: float = 0.999) -> Method:
     return Method(name, twin, lambda groups, transport, steps: onebit.LaProp(groups, betas=(0.9, beta2)), is_dense=True)
 
 
-def _variant(name: str, twin: str, kind: Callable[..., Optimizer], **options: object) -> Method:
-    """An optimizer with options of its own."""
+def _ours(name: str, twin: str, kind: Callable[..., Optimizer], **options: object) -> Method:
+    """An optimizer that does its own traffic, with these options."""
     return Method(name, twin, lambda groups, transport, steps: kind(groups, transport=transport, **options))
-
-
-def _rules() -> list[Method]:
-    """Warm-ups in four bits, momenta of moves, fast variances: each against the same rule, dense."""
-    int8, log4 = {"warmup_codec": Int8Codec()}, {"warmup_codec": Log4Codec()}
-    moves, fast = {"momentum_of": "moves"}, {"betas": (0.9, FAST)}
-    adam, sharded = onebit.OnebitAdam, ShardedOnebitAdam
-    return [
-        _adamw(f"adamw, beta2 {FAST:g}", "adamw", FAST),
-        _laprop("laprop", "adamw"),
-        _laprop(f"laprop, beta2 {FAST:g}", "adamw", FAST),
-        _variant("onebit-adam, eight-bit gradients", "adamw", adam, **int8),
-        Method("onebit-adam, eight-bit gradients, long warm-up", "adamw", _with_a_long_warmup),
-        _variant("onebit-adam, delay 1", "adamw", adam, delay=1),
-        _variant(f"onebit-adam, beta2 {FAST:g}", f"adamw, beta2 {FAST:g}", adam, **fast),
-        _variant("onebit-adam, moves", "laprop", adam, **moves),
-        _variant(f"onebit-adam, moves, beta2 {FAST:g}", f"laprop, beta2 {FAST:g}", adam, **moves, **fast),
-        _variant("zero-one-adam, against its own rule", f"laprop, beta2 {FAST:g}", onebit.ZeroOneAdam),
-        _variant("sharded-onebit-adam, four-bit warm-up", "adamw", sharded, **log4),
-        _variant(f"sharded-onebit-adam, beta2 {FAST:g}", f"adamw, beta2 {FAST:g}", sharded, **fast),
-        _variant(
-            f"sharded-onebit-adam, beta2 {FAST:g}, four-bit warm-up", f"adamw, beta2 {FAST:g}", sharded, **fast, **log4
-        ),
-    ]
 
 
 def _with_a_long_warmup(groups: list[dict], transport: SimTransport | None, steps: int) -> Optimizer:
@@ -112,15 +80,6 @@ def _with_a_long_warmup(groups: list[dict], transport: SimTransport | None, step
 def _frozen_early(groups: list[dict], transport: SimTransport | None, steps: int) -> Optimizer:
     """1-bit Adam as the paper has it: warm-up for 15 % of the run, then a variance that is fixed for good."""
     return onebit.OnebitAdam(groups, freeze_step=max(1, round(0.15 * steps)), transport=transport)
-
-
-def _zero_one_adam(clipper: int) -> Method:
-    """Up to `clipper` steps per exchange, doubling as the learning rate halves."""
-    return Method(
-        "zero-one-adam" if clipper == 1 else f"zero-one-adam H={clipper}",
-        "adamw",
-        lambda groups, transport, steps: onebit.ZeroOneAdam(groups, local_step_clipper=clipper, transport=transport),
-    )
 
 
 def _zero_one_adam_by_steps(clipper: int) -> Method:
@@ -138,39 +97,14 @@ def _zero_one_adam_by_steps(clipper: int) -> Method:
     )
 
 
-def _with_peers_schedule(groups: list[dict], transport: SimTransport | None, steps: int) -> Optimizer:
-    """0/1 Adam with DeepSpeed's defaults: float32 variance rounds, and local steps that no short run ever reaches."""
-    options = {"var_freeze_step": 100_000, "var_update_scaler": 16, "local_step_scaler": 32_678}
-    return onebit.ZeroOneAdam(
-        groups, local_step_clipper=16, variance_codec=IdentityCodec(), transport=transport, **options
-    )
-
-
-def _sharded(name: str, **options: object) -> Method:
-    """Sharded one-bit Adam; replicas in the model's float32."""
-    return Method(
-        f"sharded-onebit-adam, {name}",
-        "adamw",
-        lambda groups, transport, steps: ShardedOnebitAdam(groups, transport=transport, **options),
-    )
-
-
-def _sharded_zero_one_adam(clipper: int) -> Method:
-    """Sharded 0/1 Adam, up to `clipper` steps per exchange, doubling as the learning rate halves."""
-    return Method(
-        f"sharded-zero-one-adam H={clipper}",
-        "adamw",
-        lambda groups, transport, steps: ShardedZeroOneAdam(groups, local_step_clipper=clipper, transport=transport),
-    )
-
-
-def _sharded_lamb(name: str, **options: object) -> Method:
-    """Sharded one-bit LAMB; replicas in the model's float32."""
-    return Method(
-        f"sharded-onebit-lamb, {name}",
-        "lamb",
-        lambda groups, transport, steps: ShardedOnebitLamb(groups, transport=transport, **options),
-    )
+# 0/1 Adam with DeepSpeed's defaults: float32 variance rounds, and local steps that no short run ever reaches.
+PEERS_SCHEDULE = {
+    "var_freeze_step": 100_000,
+    "var_update_scaler": 16,
+    "local_step_scaler": 32_678,
+    "local_step_clipper": 16,
+    "variance_codec": IdentityCodec(),
+}
 
 
 def muon_groups(model: nn.Module) -> list[dict]:
@@ -208,34 +142,58 @@ METHODS = {
         _adamw("adamw", ""),
         _adamw("adamw, other batches", "adamw", other_batches=True),
         *(_adamw(f"adamw, beta2 {beta2:g}", "adamw", beta2) for beta2 in (0.95, 0.9)),
-        Method("onebit-adam", "adamw", lambda groups, transport, steps: onebit.OnebitAdam(groups, transport=transport)),
-        *(_with_beta2("onebit-adam", onebit.OnebitAdam, beta2) for beta2 in (0.95, 0.9)),
-        Method("onebit-adam, frozen at 15 %", "adamw", _frozen_early),
-        *(_zero_one_adam(clipper) for clipper in (1, 2, 4, 8, 16)),
-        *(_zero_one_adam_by_steps(clipper) for clipper in (2, 4, 8, 16)),
-        Method("zero-one-adam, peer's schedule", "adamw", _with_peers_schedule),
-        _sharded("int4 differences"),
-        _sharded("sign differences", differences="sign"),
-        _sharded("int4 differences, limit 1", update_limit=1.0),
-        _sharded("sign differences, limit 1", differences="sign", update_limit=1.0),
-        _sharded("int4 differences, no warm-up", warmup_steps=0),
-        _sharded("sign differences, no warm-up", differences="sign", warmup_steps=0),
-        _sharded("stage 0, int4 updates", stage=0, updates="int4"),
-        _sharded("stage 0, sign updates", stage=0, updates="sign"),
-        _sharded_zero_one_adam(8),
-        Method("lamb", "", lambda groups, transport, steps: onebit.Lamb(groups), is_dense=True),
-        Method("onebit-lamb", "lamb", lambda groups, transport, steps: onebit.OnebitLamb(groups, transport=transport)),
-        Method("muon", "adamw", lambda groups, transport, steps: DenseMuon(groups), is_dense=True, groups=muon_groups),
-        Method(
-            "onebit-muon",
-            "muon",
-            lambda groups, transport, steps: onebit.OnebitMuon(groups, transport=transport),
-            groups=muon_groups,
+        _ours("onebit-adam", "adamw", onebit.OnebitAdam),
+        *(
+            _ours(f"onebit-adam, beta2 {beta2:g}", f"adamw, beta2 {beta2:g}", onebit.OnebitAdam, betas=(0.9, beta2))
+            for beta2 in (0.95, 0.9)
         ),
-        _sharded_lamb("int4 differences"),
-        *_rules(),
+        Method("onebit-adam, frozen at 15 %", "adamw", _frozen_early),
+        _ours("zero-one-adam", "adamw", onebit.ZeroOneAdam, local_step_clipper=1),
+        # Up to H steps per exchange, doubling as the learning rate halves.
+        *(_ours(f"zero-one-adam H={H}", "adamw", onebit.ZeroOneAdam, local_step_clipper=H) for H in (2, 4, 8, 16)),
+        *(_zero_one_adam_by_steps(clipper) for clipper in (4, 16)),
+        _ours("zero-one-adam, peer's schedule", "adamw", onebit.ZeroOneAdam, **PEERS_SCHEDULE),
+        *(
+            _ours(f"sharded-onebit-adam, {name}", "adamw", ShardedOnebitAdam, **options)
+            for name, options in {
+                "int4 differences": {},
+                "sign differences": {"differences": "sign"},
+                "int4 differences, limit 1": {"update_limit": 1.0},
+                "sign differences, limit 1": {"differences": "sign", "update_limit": 1.0},
+                "int4 differences, no warm-up": {"warmup_steps": 0},
+                "sign differences, no warm-up": {"differences": "sign", "warmup_steps": 0},
+                "stage 0, int4 updates": {"stage": 0, "updates": "int4"},
+                "stage 0, sign updates": {"stage": 0, "updates": "sign"},
+            }.items()
+        ),
+        _ours("sharded-zero-one-adam H=8", "adamw", ShardedZeroOneAdam, local_step_clipper=8),
+        Method("lamb", "", lambda groups, transport, steps: onebit.Lamb(groups), is_dense=True),
+        _ours("onebit-lamb", "lamb", onebit.OnebitLamb),
+        Method("muon", "adamw", lambda groups, transport, steps: DenseMuon(groups), is_dense=True, groups=muon_groups),
+        replace(_ours("onebit-muon", "muon", onebit.OnebitMuon), groups=muon_groups),
+        _ours("sharded-onebit-lamb, int4 differences", "lamb", ShardedOnebitLamb),
+        # Warm-ups in four bits, momenta of moves, fast variances: each against the same rule, dense.
+        _adamw(f"adamw, {AT_FAST}", "adamw", FAST),
+        _laprop("laprop", "adamw"),
+        _laprop(f"laprop, {AT_FAST}", "adamw", FAST),
+        _ours("onebit-adam, eight-bit gradients", "adamw", onebit.OnebitAdam, warmup_codec=Int8Codec()),
+        Method("onebit-adam, eight-bit gradients, long warm-up", "adamw", _with_a_long_warmup),
+        _ours("onebit-adam, delay 1", "adamw", onebit.OnebitAdam, delay=1),
+        _ours(f"onebit-adam, {AT_FAST}", f"adamw, {AT_FAST}", onebit.OnebitAdam, betas=(0.9, FAST)),
+        _ours("onebit-adam, moves", "laprop", onebit.OnebitAdam, momentum_of="moves"),
+        _ours(
+            f"onebit-adam, moves, {AT_FAST}", f"laprop, {AT_FAST}", onebit.OnebitAdam, momentum_of="moves",
+            betas=(0.9, FAST),
+        ),
+        _ours("zero-one-adam, against its own rule", f"laprop, {AT_FAST}", onebit.ZeroOneAdam),
+        _ours("sharded-onebit-adam, four-bit warm-up", "adamw", ShardedOnebitAdam, warmup_codec=Log4Codec()),
+        _ours(f"sharded-onebit-adam, {AT_FAST}", f"adamw, {AT_FAST}", ShardedOnebitAdam, betas=(0.9, FAST)),
+        _ours(
+            f"sharded-onebit-adam, {AT_FAST}, four-bit warm-up", f"adamw, {AT_FAST}", ShardedOnebitAdam,
+            betas=(0.9, FAST), warmup_codec=Log4Codec(),
+        ),
     )
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
