@@ -32,8 +32,7 @@ from onebit.comm import (
     interleave,
 )
 
-ONE_BIT, FP32, BF16 = "one-bit", "dense fp32", "dense bf16"
-SIDES = (ONE_BIT, FP32, BF16)
+ONE_BIT, FP32 = "one-bit", "dense fp32"
 PIECE = 1 << 20  # elements exchanged as one bucket; several are under way at once, as in the optimizer
 
 
@@ -90,17 +89,10 @@ def codec_work(elements: int, world_size: int, kernel: str) -> Callable[[], None
     return work
 
 
-def dense(elements: int, transport: Transport, dtype: torch.dtype) -> Callable[[], None]:
-    """The transport's own all-reduce of float32 numbers, which travel as dtype."""
+def dense(elements: int, transport: Transport) -> Callable[[], None]:
+    """The transport's own all-reduce of float32 numbers."""
     x = torch.randn(elements)
-
-    def act() -> None:
-        travels = x.to(dtype)
-        transport.all_reduce(travels).wait()
-        if dtype != x.dtype:
-            x.copy_(travels)
-
-    return act
+    return lambda: transport.all_reduce(x).wait()
 
 
 def worker(args: argparse.Namespace) -> dict[str, dict] | None:
@@ -109,28 +101,20 @@ def worker(args: argparse.Namespace) -> dict[str, dict] | None:
     torch.manual_seed(transport.rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // transport.world_size))
     results = {}
-    for side in args.sides:
-        for piece in args.pieces if side == ONE_BIT else args.pieces[:1]:
-            name = f"{side}, pieces of {piece:,}" if side == ONE_BIT and len(args.pieces) > 1 else side
-            results[name] = _measure_side(side, transport, args, piece)
+    for piece in args.pieces:
+        name = f"{ONE_BIT}, pieces of {piece:,}" if len(args.pieces) > 1 else ONE_BIT
+        whole = Compressed(args.elements, transport, SignCodec(), piece)
+        results[name] = measure(transport, whole, args.repeats)
+    warm = dense(-(-args.elements // 16), transport)  # the whole of it takes 13 s at 100 Mbit/s
+    repeats = max(1, args.repeats // 3)
+    results[FP32] = measure(transport, dense(args.elements, transport), repeats, warm=warm)
     transport.close()
     return None if transport.rank else results
 
 
-def _measure_side(side: str, transport: Transport, args: argparse.Namespace, piece: int) -> dict:
-    if side == ONE_BIT:
-        whole = Compressed(args.elements, transport, SignCodec(), piece)
-        return measure(transport, whole, args.repeats)
-    dtype = torch.float32 if side == FP32 else torch.bfloat16
-    warm = dense(-(-args.elements // 16), transport, dtype)  # the whole of it takes 13 s at 100 Mbit/s
-    repeats = max(1, args.repeats // 3)
-    return measure(transport, dense(args.elements, transport, dtype), repeats, warm=warm)
-
-
 def run_network(network: str, transport: str, args: argparse.Namespace) -> list[Row]:
     """Lay the hosts, run the workers on them, take them down."""
-    sides = [side for side in args.sides if transport == "gloo" or side != BF16]  # MPI has no bfloat16
-    asked = argparse.Namespace(**vars(args) | {"transport": transport, "sides": sides})
+    asked = argparse.Namespace(**vars(args) | {"transport": transport})
     launcher = "mpirun" if transport == "mpi" else "none"
     with Cluster(hosts=args.hosts, rate=network) as cluster:
         results = on_cluster(cluster, worker, asked, launcher=launcher)
@@ -201,7 +185,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--networks", nargs="+", default=["100mbit", "1gbit", "none"], help="rates; none: unshaped")
     parser.add_argument("--transports", nargs="+", default=["gloo", "mpi"], choices=["gloo", "mpi"])
-    parser.add_argument("--sides", nargs="+", default=[ONE_BIT, FP32], choices=SIDES)
     parser.add_argument("--pieces", nargs="+", type=int, default=[PIECE], metavar="N", help="elements of a bucket")
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args(argv)

@@ -105,12 +105,11 @@ def main(argv: Sequence[str]) -> None:
     add("--steps", type=int, default=400)
     add("--seeds", type=int, default=3)
     add("--most", type=float, nargs="+", default=[1.25, 2.0], help="times too large, before a step is sent once more")
-    add("--cases", type=int, nargs="+", default=list(range(len(CASES))), help="places in `CASES`")
     add("--processes", type=int, default=2)
     add_record(parser)
     args = parser.parse_args(argv)
     mosts = [EXACT, *args.most]
-    asked = [(CASES[k], most, seed, args.steps) for k in args.cases for most in mosts for seed in range(args.seeds)]
+    asked = [(case, most, seed, args.steps) for case in CASES for most in mosts for seed in range(args.seeds)]
     with ProcessPoolExecutor(args.processes, initializer=_prepare_process) as pool:
         found = list(pool.map(run, *zip(*asked, strict=True)))
     text = f"""# Clipped steps that leave before their norm is known

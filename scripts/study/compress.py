@@ -2,8 +2,8 @@
 
     python scripts/compress.py --config ds.json --out small.safetensors     (a JSON with "compression_training")
 
-A dense model of the task is trained (or read, --weights), compressed while it trains on, cleaned, written, read back
-and validated at each point.
+A dense model of the task is trained, compressed while it trains on, cleaned, written, read back and validated at each
+point.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from onebit.comm import SimTransport
-from onebit.zero import export_weights, import_weights
+from onebit.zero import export_weights
 from onebit.zero.compression import (
     CompressionScheduler,
     Distillation,
@@ -69,15 +69,10 @@ def compress(args: argparse.Namespace) -> list[Row]:
     with progress.Progress() as bars:
         dense = task.build(args.seed)
         student_of(task, dense, block)
-        if args.weights is None:
-            steps = range(args.steps or setting.steps)
-            for _ in bars.track(
-                fit(task, dense, task.loss, args.seed, steps, setting.batch, setting.lr),
-                total=len(steps), description="dense",
-            ):  # fmt: skip
-                pass
-        else:
-            import_weights(dense, args.weights, SimTransport())
+        steps = range(args.steps or setting.steps)
+        taken = fit(task, dense, task.loss, args.seed, steps, setting.batch, setting.lr)
+        for _ in bars.track(taken, total=len(steps), description="dense"):
+            pass
         rows = [row("dense", task, dense, folder)]
         model = student_of(task, dense, block)
         rows.append(row("compressed, as it starts", task, model, folder))
@@ -85,8 +80,7 @@ def compress(args: argparse.Namespace) -> list[Row]:
         if args.distill:
             teacher = Distillation(model, dense, temperature=args.temperature)
             loss = distilled(task, teacher)
-        first = args.steps or setting.steps
-        more = range(first, first + (args.more_steps or setting.more_steps))
+        more = range(len(steps), len(steps) + (args.more_steps or setting.more_steps))
         bar = bars.add_task("compressed", total=len(more))
         for value in fit(task, model.train(), loss, args.seed, more, setting.batch, setting.more_lr):
             on = ", ".join(CompressionScheduler(model).describe())
@@ -147,7 +141,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--config", type=Path, required=True, metavar="FILE", help='a DeepSpeed JSON with "compression_training"')
     add("--out", type=Path, required=True, metavar="FILE", help="the compressed model, a safetensors file")
     add("--task", choices=DEFAULTS, default="byte-lm")
-    add("--weights", type=Path, metavar="FILE", help="of the dense model, in place of training it (export_weights)")
     add("--steps", type=int, help="of the dense model; default: the task's")
     add("--more-steps", type=int, help="under compression; default: the task's")
     add("--distill", action="store_true", help="the dense model teaches: half of the loss")

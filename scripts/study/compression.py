@@ -304,9 +304,8 @@ def run_missing(args: argparse.Namespace) -> None:
         (task, recipe, mode, seed)
         for task in args.task
         for seed in range(args.seeds)
-        for recipe in args.recipes or RECIPES[task]
-        for mode in (MODES if RECIPES[task].get(recipe) else MODES[:2])
-        if recipe in RECIPES[task]
+        for recipe, block in RECIPES[task].items()
+        for mode in (MODES if block else MODES[:2])
     ]
     made: dict[tuple[str, int], nn.Module] = {}
 
@@ -418,7 +417,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="study.py compression", description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--task", nargs="+", choices=RECIPES, default=list(RECIPES))
-    add("--recipes", nargs="+", metavar="RECIPE", help="default: all")
     add("--seeds", type=int, default=SEEDS)
     add("--steps", type=int, help="of the dense model; default: the task's")
     add("--more-steps", type=int, help="behind it; default: the task's")

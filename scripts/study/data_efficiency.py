@@ -191,7 +191,7 @@ def study(args: argparse.Namespace) -> None:
     def job(method: str, optimizer: str, lr: float, seed: int) -> Job:
         return Job(method, optimizer, lr, seed, args.size, args.tokens, args.batch_size)
 
-    pairs = [(method, optimizer) for optimizer in args.optimizers for method in args.methods]
+    pairs = [(method, optimizer) for optimizer in OPTIMIZERS for method in args.methods]
     sweep = [job(*pair, lr, 0) for pair in pairs for lr in args.lrs]
     add_missing(sweep, read_results(args.results), line_of, args.results, title="learning rates")
     known = read_results(args.results)
@@ -328,7 +328,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=int, default=4_096_000, help="of the full run")
     add("--batch-size", type=int, default=16)
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    add("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     add("--lrs", type=float, nargs="+", default=list(LRS))
     add("--seeds", type=int, default=3)
     add("--results", type=Path, default=Path("runs/data_efficiency.jsonl"), metavar="FILE")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -71,8 +70,6 @@ class Way:
     is_one_worker: bool = False
     is_alone: bool = False
     is_muon: bool = False
-    fragments: int = 1
-    delay_of: Callable[[Job], int] = lambda job: 0
     correction_steps: int = 0
     speeds: tuple[float, ...] = ()
 
@@ -87,11 +84,6 @@ def _started(job: Job) -> object:
     return {0: 2, twentieth: max(2, job.every // 4), 2 * twentieth: job.every}
 
 
-def _qsr(job: Job) -> object:
-    """From H at the peak to 4·H."""
-    return onebit.QSR(scale=job.lr * math.sqrt(job.every), least=job.every, most=4 * job.every)
-
-
 SLOWEST_S = 0.12
 NESTEROV, SHORTER = (0.7, 0.9), (0.7, 0.6)
 WAYS = {
@@ -101,7 +93,6 @@ WAYS = {
     "Muon": Way(is_one_worker=True, is_muon=True),
     "local": Way(_fixed, IdentityCodec()),
     "local, Muon": Way(_fixed, IdentityCodec(), is_muon=True),
-    "one bit, Muon": Way(_fixed, SignCodec(), is_muon=True),
     "one bit, started, Muon": Way(_started, SignCodec(), is_muon=True),
     "one bit": Way(_fixed, SignCodec()),
     "one bit, started": Way(_started, SignCodec()),
@@ -110,8 +101,6 @@ WAYS = {
     "top-k, 1 of 16": Way(_fixed, TopKCodec(kept=256)),
     "one bit, corrected": Way(_fixed, SignCodec(), correction_steps=80),
     "one bit, started, corrected": Way(_started, SignCodec(), correction_steps=80),
-    "one bit, QSR": Way(_qsr, SignCodec()),
-    "one bit, 2 fragments, delay H/4": Way(_fixed, SignCodec(), fragments=2, delay_of=lambda job: job.every // 4),
     "local, speeds 1 : 3": Way(_fixed, IdentityCodec(), speeds=(1, 3)),
     "one bit, speeds 1 : 3": Way(_fixed, SignCodec(), speeds=(1, 3)),
     "DiLoCo, fp32": Way(_fixed, IdentityCodec(), NESTEROV),
@@ -145,11 +134,8 @@ def _train(job: Job, way: Way, task: Task, transport: SimTransport) -> tuple[flo
             outer_lr=way.outer[0],
             outer_momentum=way.outer[1],
             codec=way.codec,
-            fragments=way.fragments,
-            delay=way.delay_of(job),
             correction_steps=way.correction_steps,
             balanced=bool(way.speeds),
-            bucket_cap_mb=0.1 if way.fragments > 1 else 16.0,
             transport=transport,
         )
     schedule = LambdaLR(optimizer, job.lr_at)
@@ -199,7 +185,7 @@ def report(results: Sequence[dict]) -> Iterator[str]:
     best = {key: _best(compared, *key) for key in rates_of}
     plain = next((value for (method, _), value in best.items() if method == "AdamW"), None)
     in_full = {"one bit": "local", "one bit, started": "local, started", "DiLoCo, one bit": "DiLoCo, fp32"}
-    in_full |= {"one bit, Muon": "local, Muon", "top-k, 1 of 64": "local", "top-k, 1 of 16": "local"}
+    in_full |= {"top-k, 1 of 64": "local", "top-k, 1 of 16": "local"}
     in_full |= {"one bit, speeds 1 : 3": "one bit", "local, speeds 1 : 3": "local"}
     in_full |= {"DiLoCo, int8": "DiLoCo, fp32", "DiLoCo, .7 and .6, one bit": "DiLoCo, .7 and .6, fp32"}
     rows = []
