@@ -6,14 +6,13 @@ Shape legend: K rows, N elements, J blocks, B bytes, W ranks.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TypedDict
 
 import torch
-from bench.timing import Timing
+from bench.timing import Timing, in_turn, seconds
 from torch import Tensor
 
 from gpu_check.section import Setting
@@ -38,20 +37,13 @@ WEIGHTS = MomentumWeights(keep=0.9, add=0.1, own=1e-3)
 
 def time_in_turn(calls: Sequence[Callable[[], object]], repeats: int, device: torch.device) -> list[Timing]:
     """Of each call, after two to warm up, in seconds of the device (of the host where there is no GPU)."""
-    for call in calls * 2:
+    for call in calls:
         call()
-    seconds: list[list[float]] = [[] for _ in calls]
-    for _ in range(repeats):
-        for spent, call in zip(seconds, calls, strict=True):
-            spent.append(_seconds(call, device))
-    return [Timing.of(spent) for spent in seconds]
+    clock = seconds if device.type != "cuda" else functools.partial(_seconds, device=device)
+    return [Timing.of(spent) for spent in in_turn(dict(enumerate(calls)), repeats, clock).values()]
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     begin.record()
