@@ -119,14 +119,11 @@ def run_network(network: str, transport: str, args: argparse.Namespace) -> list[
     with Cluster(hosts=args.hosts, rate=network) as cluster:
         results = on_cluster(cluster, worker, asked, launcher=launcher)
     rate = parse_rate(network)
-    return [
-        Row(network, transport, side, *(r[key] for key in ("seconds", "sent_bytes", "wire_payload")), _limit_s(r, rate))
-        for side, r in results.items()
-    ]
-
-
-def _limit_s(measured: dict, rate: float | None) -> float | None:
-    return measured["sent_bytes"] * 8 / rate if rate else None
+    rows = []
+    for side, r in results.items():
+        limit_s = 8 * r["sent_bytes"] / rate if rate else None
+        rows.append(Row(network, transport, side, r["seconds"], r["sent_bytes"], r["wire_payload"], limit_s))
+    return rows
 
 
 def measure_codec(args: argparse.Namespace) -> dict[str, float]:

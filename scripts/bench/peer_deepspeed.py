@@ -205,7 +205,7 @@ def start() -> Collectives:
     On a GPU, where that group is NCCL's, nothing is patched: its collectives are counted.
     """
     on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-    if not on_gpu and not _is_allocator_tuned():
+    if not on_gpu and any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
         log.warning("DeepSpeed is slower than it need be: start the worker with `env %s`", " ".join(_allocator_words()))
     os.environ["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"
     if not on_gpu:
@@ -223,10 +223,6 @@ def start() -> Collectives:
         without_compiling()
     deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False)
     return collectives
-
-
-def _is_allocator_tuned() -> bool:
-    return all(os.environ.get(name) == value for name, value in ALLOCATOR.items())
 
 
 def main(argv: Sequence[str]) -> None:

@@ -104,10 +104,6 @@ def measure(side: str, stage: int, dtype: str, args: argparse.Namespace) -> dict
     return on_loopback(worker, asked, RANKS, python)
 
 
-def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.py zero_deepspeed", description=__doc__.split("\n\n")[0])
     parser.add_argument("--size", choices=SIZES, default="25m-short")
@@ -127,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for _ in range(args.rounds):
             for side in SIDES:
                 runs[side].append(measure(side, stage, dtype, args))
-        ours, theirs = (_medians(runs[side]) for side in SIDES)
+        ours, theirs = ({key: statistics.median(run[key] for run in of) for key in of[0]} for of in runs.values())
         cells = [str(stage), dtype]
         for key, form in (("seconds", ".3f"), ("peak_mb", ".0f")):
             cells += [f"{ours[key]:{form}}", f"{theirs[key]:{form}}", f"{ours[key] / theirs[key]:.2f}"]

@@ -110,16 +110,13 @@ def sim_ranks(
         ends = _ends(folder, dict.fromkeys(range(n), 0), n)
         if end.what == "died":
             return dict.fromkeys(ends, end)
-        return {rank: replace(ended, what="running") if _is_unheard(ended) else ended for rank, ended in ends.items()}
+        unheard = {rank for rank, ended in ends.items() if ended.what == "died" and ended.number == 0}
+        return {rank: replace(ended, what="running") if rank in unheard else ended for rank, ended in ends.items()}
 
 
 def _run_sim(n: int, work: Callable[[SimTransport], None], timeout_s: float) -> None:
     torch.set_num_threads(1)  # behind a fork torch makes its pool of threads anew: not in three threads at once
     run_ranks(n, work, timeout_s)
-
-
-def _is_unheard(end: End) -> bool:
-    return end.what == "died" and end.number == 0
 
 
 def start_program(

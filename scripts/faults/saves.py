@@ -45,10 +45,6 @@ def _arm(folder: Path, at: int, mode: int, log: Path) -> None:
     ctypes.CDLL(None).faults_arm(os.fsencode(folder), ctypes.c_long(at), mode, file)
 
 
-def _disarm() -> None:
-    ctypes.CDLL(None).faults_disarm()
-
-
 # ---------------------------------------------------------------- what is struck
 
 
@@ -107,7 +103,7 @@ def _strike(kind: Kind, story: Story, folder: Path, at: int, mode: int, log: Pat
             save(story.struck)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-        _disarm()
+        ctypes.CDLL(None).faults_disarm()
         return [error, load()]
 
     return call_in_fork(work, _PATIENCE_S)

@@ -15,9 +15,10 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 
 import numpy as np
@@ -137,7 +138,7 @@ def run_job(job: Job) -> Result:
         optimizer = onebit.OnebitAdam(groups, lr=job.lr, compression="always", transport=SimTransport())
     schedule = TokenLR(optimizer, budget, budget // 10, min_fraction=0.1)
     consumed, curve, began, validating = 0.0, [], time.process_time(), 0.0
-    batches = _endless(loader)
+    batches = chain.from_iterable(repeat(loader))
     while schedule.tokens < budget:
         windows = next(batches)
         model.loss(windows).backward()
@@ -155,11 +156,6 @@ def run_job(job: Job) -> Result:
             validating += time.process_time() - paused
     seconds = time.process_time() - began - validating
     return Result(job, tuple(curve), seconds, revision())
-
-
-def _endless(loader: CurriculumLoader) -> Iterator[Tensor]:
-    while True:
-        yield from loader
 
 
 # ---------------------------------------------------------------- many runs

@@ -329,17 +329,14 @@ def _together(cases: Sequence[Case]) -> Iterator[tuple[Case, list[Found | None]]
             for case in cases:
                 found = [_received(mine) for mine, _ in pipes]
                 yield case, found
-                if any(rank is None or (rank.error and not rank.is_refused) for rank in found) or _are_apart(found):
+                if any(rank is None or (rank.error and not rank.is_refused) for rank in found):
+                    return
+                if len({rank is not None and rank.is_refused for rank in found}) > 1:  # one refused what another ran
                     return
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.join()
-
-
-def _are_apart(found: Sequence[Found | None]) -> bool:
-    """Whether one rank has refused a case that another has run."""
-    return len({rank is not None and rank.is_refused for rank in found}) > 1
 
 
 def _received(mine: Connection) -> Found | None:
