@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onebit.comm import SimTransport
 from onebit.comm.transports.simulated import run_ranks
-from onebit.zero import ContinuousBatch, InferenceEngine, init_inference
+from onebit.zero import InferenceEngine, init_inference
 
 pytestmark = [
     pytest.mark.slow,
@@ -237,8 +237,6 @@ def test_what_cannot_be_answered_is_refused_by_name() -> None:
     refused(engine, "beam_search", inputs, num_beams=2)
     refused(engine, "takes no language", inputs, language="en")
     refused(engine, "temperature has no effect without do_sample", inputs, temperature=0.5)
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration encodes inputs"):
-        ContinuousBatch(engine)
     for slot, given in ((0, None), (1, inputs)):
         with pytest.raises(ValueError, match="need it with slot 0 and only there"):
             engine.step(inputs[:, :1], slot, given)

@@ -6,9 +6,11 @@
    changes places with it. So a step costs what its requests cost, and memory is that of the cache, whatever comes.
 4. A row keeps its tokens when its request ends. A prompt that begins as any row does takes those keys and values, and
    computes the rest. If no row is free of tokens, the one whose request ended first is given away.
+5. An encoder-decoder encodes a request's inputs in one pass, just before its decoder's prompt is read. A row then also
+   has the keys and values that attend to these inputs, and takes nothing from other rows: they depend on the inputs.
 
 Rank 0 decides all of this and chooses the tokens. The other ranks `follow`: each order is one pass over the model, two
-rows that change places, a copy of a prefix, or an end.
+rows that change places, a copy of a prefix, inputs to encode, or an end.
 
 If the ranks are stages of a pipeline, rows are divided into as many groups as there are stages, each of which is such a
 dense batch. A group's pass goes from stage to stage while those of other groups do; its tokens are chosen in the next
@@ -28,9 +30,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .cache import StaticCache
+from ...comm import PeerError
+from .cache import Source, StaticCache
+from .encoded import SourceRows, place_by_row
 from .engine import InferenceEngine
-from .requests import Choice, Options, choice_of, ends_of, rows_of
+from .initializing import a_few_tokens, distance, tolerance
+from .requests import Choice, Options, choice_of, ends_of, rows_of, start_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +44,7 @@ if TYPE_CHECKING:
 
 CHUNK = 256
 """Tokens of a prompt that a step reads: more read prompts faster, and let the answers of others wait longer."""
-NOTHING, PASS, COPY, SWAP, CLEAR, END = range(6)
+NOTHING, PASS, COPY, SWAP, CLEAR, ENCODE, END = range(7)
 """What an order asks of all ranks."""
 
 
@@ -48,13 +53,14 @@ class Request:
     """One prompt and its answer.
 
     Attributes:
-        prompt: int64 [T], on the CPU.
+        prompt: int64 [T], on the CPU. Of an encoder-decoder its decoder's prompt.
         most: The most tokens of the answer.
         tokens: The answer so far, with its end token.
         reason: None while it goes on, then "stop" after an end token, "length", "cancelled" or "error".
         error: With the reason "error", why.
         is_refused: With the reason "error", whether the request's own options are why.
         reused: Tokens of the prompt whose keys and values another request had computed.
+        inputs: Of an encoder-decoder what it encodes, int64 [E], on the CPU; else None.
     """
 
     prompt: Tensor
@@ -64,6 +70,7 @@ class Request:
     error: str | None = None
     is_refused: bool = False
     reused: int = 0
+    inputs: Tensor | None = None
     _ends: frozenset[int] = frozenset()
     _choice: Choice | None = None
     _read: int = 0  # tokens of the prompt that are in the cache
@@ -76,7 +83,9 @@ class Request:
 
     @property
     def computed(self) -> Tensor:
-        """The tokens in these slots, int64 [filled], on the CPU."""
+        """The tokens in these slots, int64 [filled], on the CPU; none if their keys depend on an encoder's inputs."""
+        if self.inputs is not None:
+            return self.prompt[:0]
         answer = torch.tensor(self.tokens[:-1], dtype=torch.int64, device="cpu")
         return torch.cat([self.prompt[: self._read], answer])
 
@@ -156,16 +165,17 @@ class ContinuousBatch:
             chunk: Tokens of a prompt that a step reads (default 256).
 
         Raises:
-            ValueError: rows or chunk is below 1, the model does not decode or has an encoder, rows are so long that
-                LongRoPE changes with the longest, or the engine replays CUDA graphs, which are of one shape.
+            ValueError: rows or chunk is below 1, the model does not decode, encodes other inputs than tokens or gives
+                all rows of a pass one position, rows are so long that LongRoPE changes with the longest, or the engine
+                replays CUDA graphs, which are of one shape.
         """
         if rows < 1 or chunk < 1:
             raise ValueError(f"expected rows and chunk of at least 1, got {rows} and {chunk}")
         if engine.config.enable_cuda_graph:
             raise ValueError("a batch that requests join has no one shape to replay: set enable_cuda_graph to false")
-        if engine.has_encoder:
+        if engine.has_encoder and (takes := getattr(engine.module, "main_input_name", "input_ids")) != "input_ids":
             raise ValueError(
-                f"{type(engine.module).__name__} encodes inputs, which a batch that requests join does not do; call "
+                f"{type(engine.module).__name__} encodes {takes}, and requests of a batch bring tokens: call "
                 "engine.generate() with a batch of inputs"
             )
         engine.check([torch.zeros(1, dtype=torch.int64, device="cpu")], 1)
@@ -183,7 +193,12 @@ class ContinuousBatch:
         self._chunk = min(chunk, engine.slots)
         self._cache = StaticCache(engine.slots)
         self._cache.fit(rows)
+        self._encoded: Source | None = None  # of the request whose prompt the next pass reads
+        self._sources = SourceRows(rows, engine.slots) if engine.has_encoder else None
         self._message = torch.zeros(4 + rows + max(rows, self._chunk), dtype=torch.int64, device=engine.device)
+        if engine.has_encoder:
+            place_by_row(engine.module)
+            self._check_rows()
 
     @property
     def running(self) -> list[Request]:
@@ -192,23 +207,34 @@ class ContinuousBatch:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the cache on this rank, from the first pass on."""
-        return self._cache.nbytes
+        return self._cache.nbytes + (0 if self._sources is None else self._sources.nbytes)
 
     def add(self, prompt: Tensor | Sequence[int], *, max_new_tokens: int, **options: Unpack[Options]) -> Request:
-        """Queue a prompt. Options are those of `engine.generate`.
+        """Queue a prompt, which an encoder-decoder encodes. Options are those of `engine.generate`.
 
         Raises:
             ValueError: The prompt with its answer does not fit into a row, a token is none of the vocabulary, or an
                 option is not supported.
             TypeError: The prompt is no sequence of integers, or an option is unknown.
         """
-        engine = self.engine
-        (row,) = rows = rows_of([torch.as_tensor(prompt, device="cpu")], None)
-        engine.check(rows, max_new_tokens)
-        choice = choice_of(engine.module, rows, None, max_new_tokens, options, engine.device)
-        ends = frozenset(ends_of(engine.module, options))
+        engine, inputs = self.engine, None
         # clone: the caller may write to its own tensor, and the row would be taken for another prompt's.
-        self.waiting.append(request := Request(row.clone(), max_new_tokens, _ends=ends, _choice=choice))
+        row = rows_of([torch.as_tensor(prompt, device="cpu")], None)[0].clone()
+        if engine.has_encoder:
+            inputs = row
+            x_1E, _ = engine.read_inputs([inputs])
+            if len(inputs) > engine.slots:
+                raise ValueError(
+                    f"inputs of {len(inputs)} tokens do not fit into the {engine.slots} that a row has for them: "
+                    "shorten them, or raise max_out_tokens"
+                )
+            (row,), choice, _ = start_of(engine.module, x_1E, None, max_new_tokens, options, encodes=False)
+            engine.check([row], max_new_tokens)
+        else:
+            engine.check([row], max_new_tokens)
+            choice = choice_of(engine.module, [row], None, max_new_tokens, options, engine.device)
+        ends = frozenset(ends_of(engine.module, options))
+        self.waiting.append(request := Request(row, max_new_tokens, inputs=inputs, _ends=ends, _choice=choice))
         return request
 
     def cancel(self, request: Request) -> None:
@@ -247,8 +273,10 @@ class ContinuousBatch:
                 ranks.flush()
                 return
             B, T = about[1:] if what == PASS else (0, 0)
-            starts = self._message[4 : 4 + B].tolist()
-            self._do(Order(what, tuple(about), starts, self._message[4 + self.rows :][: B * T].view(B, T).clone()))
+            starts, tokens_BT = self._message[4 : 4 + B].tolist(), self._message[4 + self.rows :][: B * T].view(B, T)
+            if what == ENCODE:
+                ranks.hear(tokens_BT := self._message.new_empty(about[1:]))
+            self._do(Order(what, tuple(about), starts, tokens_BT.clone()))
 
     def close(self) -> None:
         """End all requests, and the other ranks' `follow`. Once, after the last `step`."""
@@ -298,6 +326,8 @@ class ContinuousBatch:
         if self._reads_more(group):
             request, chunk = group.running[-1], group.unread[: self._chunk]
             row, start = group.first + len(decoding), len(request.prompt) - len(group.unread)
+            if request.inputs is not None and not request._read:
+                self._order(Order(ENCODE, (row, 1, len(request.inputs)), (), request.inputs[None]))
             self._pass(group, Pass([request], len(chunk)), row, chunk[None], [start])
 
     def _reads_more(self, group: Group) -> bool:
@@ -399,11 +429,14 @@ class ContinuousBatch:
     def _order(self, order: Order, made: Pass | None = None) -> None:
         """Have all ranks do this. In a pipeline this rank does it when the tokens of a later pass are asked for."""
         if self.engine.transport.world_size > 1:
-            payload = [] if order.tokens_BT is None else order.tokens_BT.flatten().tolist()
+            # Inputs may be longer than a chunk, and have a message themselves.
+            payload = [] if order.tokens_BT is None or order.what == ENCODE else order.tokens_BT.flatten().tolist()
             about, starts = [*order.about, 0, 0, 0][:3], [*order.starts, *[0] * (self.rows - len(order.starts))]
             numbers = [order.what, *about, *starts, *payload]
             self._message[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             self.engine.ranks.tell(self._message)
+            if order.what == ENCODE and order.tokens_BT is not None:
+                self.engine.ranks.tell(order.tokens_BT.to(self.engine.device))
         self._todo.append((order, made))
         if self.engine.ranks.stages == 1:
             self._do_next()
@@ -431,8 +464,13 @@ class ContinuousBatch:
             self._cache.copy(*about[:3])
         elif what == SWAP:
             self._cache.swap(*about[:3])
+            if self._sources is not None:
+                self._sources.swap(*about[:2])
         elif what == CLEAR:
             self._cache.clear(*about[:3])
+        elif what == ENCODE:
+            assert tokens_BT is not None
+            self._encoded = self.engine.encode(tokens_BT)
         return None
 
     def _compute(self, first: int, tokens_BT: Tensor, starts: Sequence[int]) -> Tensor:
@@ -444,8 +482,38 @@ class ContinuousBatch:
             else torch.tensor(starts, dtype=torch.int64, device=device)[:, None]
         )
         zeros_B = torch.zeros(B, dtype=torch.int64, device=device)
-        decodes = T == 1 and any(first == group.first for group in self._groups)
-        return self.engine.run(self._cache, tokens_BT, zeros_B, slots, max(starts) + T, first=first, decodes=decodes)
+        decodes = T == 1 and self._encoded is None and any(first == group.first for group in self._groups)
+        if self._sources is not None:
+            self._cache.source = self._encoded or self._sources.at(slice(first, first + B))
+        logits_BV = self.engine.run(
+            self._cache, tokens_BT, zeros_B, slots, max(starts) + T, first=first, decodes=decodes
+        )
+        if self._sources is not None:
+            if self._encoded is not None:
+                self._sources.put(first, self._encoded)
+            self._encoded = self._cache.source = None
+        return logits_BV
+
+    def _check_rows(self) -> None:
+        """Raise ValueError if rows of an encoder-decoder, at unlike positions, have other logits than each alone."""
+        name, tokens_1T = type(self.engine.module).__name__, a_few_tokens(self.engine.module)[:, : self.engine.slots]
+        starts = [tokens_1T.shape[1] - 1, 1][: self.rows]
+        alone = []
+        try:
+            for row, start in enumerate(starts):
+                self._do(Order(ENCODE, tokens_BT=tokens_1T[:, : start + 1]))
+                self._compute(row, tokens_1T[:, :start], [0])
+                alone.append(self._compute(row, tokens_1T[:, start : start + 1], [start]))
+            together = self._compute(0, tokens_1T[0, starts][:, None], starts)
+        except (PeerError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a model raises that has one position for all rows
+            raise ValueError(f"{name} does not decode rows of unlike positions in one pass: {error}") from error
+        if not (off := distance(torch.cat(alone), together)) <= tolerance(together, self.engine.module):
+            raise ValueError(
+                f"{name} gives rows of unlike positions other outputs in one pass than each alone (off by {off:.2g} of "
+                "the largest output): call engine.generate() with a batch of inputs"
+            )
 
 
 def _in_common(tokens: Tensor, others: Tensor) -> int:

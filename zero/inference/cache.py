@@ -101,9 +101,13 @@ class CacheView:
         """Store the new keys and values, and return all so far, [B, H, width, d]."""
         return self._kept(self._cache.keys, keys_BHTd, layer), self._kept(self._cache.values, values_BHTd, layer)
 
-    def get_seq_length(self, layer: int = 0) -> int:
-        """The slots before the new tokens. Models derive positions from it if they are given none, as OPT may."""
-        return self._width - self._slots.shape[-1]
+    def get_seq_length(self, layer: int = 0) -> int | Tensor:
+        """The slots before the new tokens. Models derive positions from it if they are given none, as OPT may.
+
+        Encoder-decoders are given none: they get each row's own number [B, 1], if rows write to their own slots.
+        """
+        is_by_row = self.source is not None and self._slots.dim() == 2
+        return self._slots if is_by_row else self._width - self._slots.shape[-1]
 
     def _kept(self, layers: dict[int, Tensor], x_BHTd: Tensor, layer: int) -> Tensor:
         B, H, _, d = x_BHTd.shape

@@ -189,7 +189,7 @@ class InferenceEngine:
             self.check(rows, most)
             self._agree(f"{[row.tolist() for row in rows]} {asked}")
             return rows, choice_of(self.module, prompts, mask, most, options, self.device), None
-        inputs, mask = self._inputs(prompts, attention_mask)
+        inputs, mask = self.read_inputs(prompts, attention_mask)
         self._agree(f"{inputs.tolist()} {None if mask is None else mask.tolist()} {asked}")
         if self.before_first_call is not None:
             first = torch.zeros(len(inputs), 1, dtype=torch.int64, device=self.device)
@@ -221,7 +221,7 @@ class InferenceEngine:
         if (inputs is not None) != (self.has_encoder and slot == 0):
             raise ValueError("step(inputs=...) is for encoder-decoders, which need it with slot 0 and only there")
         if slot == 0:
-            self._stepped.fit(B, None if inputs is None else self._encode(inputs, attention_mask))
+            self._stepped.fit(B, None if inputs is None else self.encode(inputs, attention_mask))
         if slot + T > self.slots:
             raise ValueError(
                 f"slot {slot} and {T} tokens do not fit into a cache of {self.slots}; raise max_out_tokens"
@@ -232,8 +232,13 @@ class InferenceEngine:
         return self.ranks.share(self.run(self._stepped, tokens_BT.to(device), starts_B, slots_T, slot + T))
 
     @torch.no_grad()
-    def _encode(self, inputs: Prompts, attention_mask: Tensor | None) -> Source:
-        x, mask = self._inputs(inputs, attention_mask)
+    def encode(self, inputs: Prompts, attention_mask: Tensor | None = None) -> Source:
+        """What the encoder makes of inputs, in one pass. All ranks call it with the same arguments, as in `generate`.
+
+        Raises:
+            ValueError, TypeError: As `read_inputs`.
+        """
+        x, mask = self.read_inputs(inputs, attention_mask)
         outputs = self.module.get_encoder()(x, attention_mask=mask)  # type: ignore[operator]
         return source_of({"encoder_outputs": outputs, "attention_mask": mask})
 
@@ -346,7 +351,7 @@ class InferenceEngine:
                 f"shorten them, or raise max_out_tokens{f', up to the {limit} of the model' if limit else ''}"
             )
 
-    def _inputs(self, inputs: Prompts, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def read_inputs(self, inputs: Prompts, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Inputs of an encoder on its device, features in its dtype. Raises as `inputs_of`, and for unknown tokens."""
         x, mask = inputs_of(inputs, attention_mask)
         if not x.is_floating_point():

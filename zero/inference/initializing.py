@@ -121,8 +121,8 @@ def init_inference(
             raise ValueError(
                 f"pp_size divides the layers of decoders, and {name} is none: {why}; use tp_size, or one rank"
             )
-        ranks = cut(served, outline_of(served, _tokens(served), P), group)
-        _compare([expected], lambda: [ranks.share(_on_tokens(served))], _tolerance(expected), group, _BY_LAYERS)
+        ranks = cut(served, outline_of(served, a_few_tokens(served), P), group)
+        _compare([expected], lambda: [ranks.share(_on_tokens(served))], tolerance(expected), group, _BY_LAYERS)
     if W > 1:
         plan = plan_of(served, read.injection_policy, W)
         if expected is None:
@@ -130,7 +130,7 @@ def init_inference(
             _recast(whole, read.compute_dtype)
         split(served, plan, group)
         if expected is not None:
-            _compare([expected], lambda: [_on_tokens(served)], _tolerance(expected), group)
+            _compare([expected], lambda: [_on_tokens(served)], tolerance(expected), group)
         _say_what_stays(served, group, 3, "whole on every rank: no tensor plan names them", plan)
     elif read.injection_policy is not None:
         plan_of(served, read.injection_policy, W)
@@ -337,11 +337,11 @@ def _probe(model: nn.Module) -> Tensor | None:
 
 
 def _on_tokens(model: nn.Module) -> Tensor:
-    tokens = _tokens(model)
+    tokens = a_few_tokens(model)
     return outputs_of(model(tokens) if decoder_of(model) is model else model(tokens, decoder_input_ids=tokens))
 
 
-def _tokens(model: nn.Module) -> Tensor:
+def a_few_tokens(model: nn.Module) -> Tensor:
     """A few tokens that are in any vocabulary. No padding: M2M-100 does not count it as a position."""
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     one, other = [token for token in range(3) if token != padding][:2]
@@ -368,8 +368,8 @@ def _check_first_call(
             torch.set_rng_state(state)
             return _tensors(engine.module(*copy.deepcopy(inputs), **copy.deepcopy(named)))
 
-        tolerance = 0.25 if engine.config.weight_bits else max(map(_tolerance, expected), default=0.0)
-        _compare(expected, split_ones, tolerance, engine.transport)
+        allowed = 0.25 if engine.config.weight_bits else max(map(tolerance, expected), default=0.0)
+        _compare(expected, split_ones, allowed, engine.transport)
 
 
 def _tensors(out: object) -> list[Tensor]:
@@ -379,7 +379,7 @@ def _tensors(out: object) -> list[Tensor]:
 def _compare(
     whole: Sequence[Tensor],
     run: Callable[[], Sequence[Tensor]],
-    tolerance: float,
+    allowed: float,
     transport: Transport,
     remedy: str = _BY_ROWS,
 ) -> None:
@@ -390,7 +390,7 @@ def _compare(
             got = run()
         if (shapes := [tuple(x.shape) for x in got]) != (right := [tuple(x.shape) for x in whole]):
             problem = f"outputs of shape {shapes} in place of {right}"
-        elif not (off := max(map(_distance, whole, got), default=0.0)) <= tolerance:
+        elif not (off := max(map(distance, whole, got), default=0.0)) <= allowed:
             problem = f"other outputs than whole (off by {off:.2g} of the largest output)"
     except PeerError:
         raise
@@ -416,7 +416,7 @@ def _say_what_stays(model: nn.Module, transport: Transport, dims: int, how: str,
 
 def _check_cache(engine: InferenceEngine) -> None:
     """Raise ValueError if decoding over the cache gives other logits than one pass over all tokens."""
-    tokens = _tokens(engine.module)[:, : engine.slots]
+    tokens = a_few_tokens(engine.module)[:, : engine.slots]
     T = tokens.shape[1]
     before = max(T - 2, 1)
     try:
@@ -430,8 +430,7 @@ def _check_cache(engine: InferenceEngine) -> None:
     except Exception as error:  # whatever a model raises that takes no cache or mask of this form
         name, dtype = type(engine.module).__name__, next(engine.module.parameters()).dtype
         raise ValueError(f"{name} in {dtype} does not decode over a cache of keys and values: {error}") from error
-    tolerance = 0.1 if _is_packed(engine.module) else _tolerance(whole)  # packed products are rounded as bfloat16
-    if not (off := _distance(whole[:, T - 1], logits)) <= tolerance:
+    if not (off := distance(whole[:, T - 1], logits)) <= tolerance(whole, engine.module):
         raise ValueError(
             f"{type(engine.module).__name__} over a cache gives other outputs than in one pass (off by {off:.2g} of "
             f"the largest output): it does not use {cache_name(engine.module)}, position_ids and attention_mask as "
@@ -439,11 +438,15 @@ def _check_cache(engine: InferenceEngine) -> None:
         )
 
 
-def _distance(expected: Tensor, got: Tensor) -> float:
+def distance(expected: Tensor, got: Tensor) -> float:
     """The largest difference over the largest expected value."""
     return float((expected.float() - got.float()).abs().max() / expected.float().abs().max().clamp(min=1e-30))
 
 
-def _tolerance(x: Tensor) -> float:
-    """The `_distance` allowed: far above what another order of sums makes, far below what a wrong plan makes."""
-    return 1e-3 if x.dtype == torch.float32 else 0.1
+def tolerance(x: Tensor, model: nn.Module | None = None) -> float:
+    """The `distance` allowed from outputs x, of this model if it may be packed: products are then rounded as bfloat16.
+
+    Far above what another order of sums makes, far below what a wrong plan makes.
+    """
+    is_exact = x.dtype == torch.float32 and (model is None or not _is_packed(model))
+    return 1e-3 if is_exact else 0.1

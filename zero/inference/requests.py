@@ -223,7 +223,7 @@ def choice_of(
 
 
 def start_of(
-    model: nn.Module, inputs: Tensor, mask: Tensor | None, most: int, options: Options
+    model: nn.Module, inputs: Tensor, mask: Tensor | None, most: int, options: Options, *, encodes: bool = True
 ) -> tuple[list[Tensor], Choice, dict[str, Any]]:
     """What an encoder-decoder of transformers begins with.
 
@@ -233,6 +233,8 @@ def start_of(
         mask: Which of the inputs are no padding, or None.
         most: The most new tokens.
         options: The options of `generate`.
+        encodes: Whether the encoder runs (default). False: its outputs are those of the caller, who has inputs of
+            tokens.
 
     Returns:
         The decoder's prompts on the CPU, how the tokens after them are chosen, and what else the model's forward takes.
@@ -240,7 +242,11 @@ def start_of(
     Raises:
         TypeError, ValueError: As `choice_of`.
     """
-    tokens_BT, config, rules, named = transformers_start(model, inputs, mask, most, options)
+    outputs = None
+    if not encodes:
+        nothing_BE1 = torch.zeros(*inputs.shape, 1, dtype=torch.float32, device=inputs.device)
+        outputs = sys.modules["transformers"].modeling_outputs.BaseModelOutput(nothing_BE1)
+    tokens_BT, config, rules, named = transformers_start(model, inputs, mask, most, options, outputs)
     groups = [] if rules is _as_they_are else [Group(list(range(len(tokens_BT))), tokens_BT, rules)]
     return list(tokens_BT.cpu()), Choice(bool(config.do_sample), groups, _generator(options)), named
 
@@ -280,9 +286,11 @@ class _Left(Exception):
 
 
 def transformers_start(
-    model: nn.Module, inputs: Tensor, mask: Tensor | None, most: int, options: Options
+    model: nn.Module, inputs: Tensor, mask: Tensor | None, most: int, options: Options, outputs: object = None
 ) -> tuple[Tensor, Any, Rules, dict[str, Any]]:
     """What transformers' own generate would begin to decode with.
+
+    outputs: Those of an encoder that shall not run.
 
     Returns:
         The tokens of the (decoder's) prompts, the GenerationConfig, the processors, and the other arguments of forward.
@@ -306,6 +314,8 @@ def transformers_start(
             )
     if "return_timestamps" in taken:  # None would begin long inputs, and take only their first segment
         given["return_timestamps"] = False
+    if outputs is not None:
+        given["encoder_outputs"] = outputs
     found: dict[str, Any] = {}
 
     def take(_: object, tokens: Tensor, **named: object) -> None:
