@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return byte_llama.save(tmp_path_factory.mktemp("served") / "little-llama")
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return byte_llama.save_t5(tmp_path_factory.mktemp("served") / "little-t5")
 
 
 @contextmanager
@@ -109,6 +115,46 @@ def test_two_ranks_answer_as_one_and_end_together(model: Path, tmp_path: Path, w
             with _quiet():
                 assert ask(port, prompt="Once").status_code == 503
             assert processes[0].wait(60) == 1
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_server_of_an_encoder_decoder(translator: Path, tmp_path: Path, world: int) -> None:
+    """Texts of unlike lengths at once, of which some are drawn; each answer is that of the text alone."""
+    port, texts = ranks.free_port(), ["Once", "a", "Once upon a time there was", "b" * 64]
+    engine = init_inference(str(translator), max_out_tokens=64)
+    tokenizer = byte_llama.tokenizer_of_bytes()
+
+    def alone(text: str, **how: Any) -> str:
+        (answer,) = engine.generate([tokenizer(text)["input_ids"]], max_new_tokens=20, **how)
+        return str(tokenizer.decode(answer.tolist(), skip_special_tokens=True))
+
+    words = ("--tp", "2") if world > 1 else ()
+    with served(tmp_path, str(translator), "--tokens", "64", *words, port=port, world=world):
+        for how, options in (
+            ({"temperature": 0}, {}),
+            ({"temperature": 1.5, "seed": 3}, {"do_sample": True, "temperature": 1.5, "seed": 3}),
+        ):
+            with ThreadPoolExecutor(len(texts)) as pool:
+                given = list(pool.map(lambda text, how=how: ask(port, prompt=text, max_tokens=20, **how).json(), texts))
+            assert [one["choices"][0]["text"] for one in given] == [alone(text, **options) for text in texts]
+        assert given[2]["usage"]["prompt_tokens"] == len(texts[2])
+        assert "do not fit" in ask(port, prompt="b" * 65).json()["error"]["message"]
+        talk = [{"role": "user", "content": "Once"}]
+        assert "no chat template" in ask(port, "chat/completions", messages=talk).json()["error"]["message"]
+
+
+def test_a_model_that_encodes_speech_is_refused_by_name(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.WhisperConfig(
+        vocab_size=258, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, num_mel_bins=8,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_source_positions=8, pad_token_id=0,
+        bos_token_id=0, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None,
+    )  # fmt: skip
+    transformers.WhisperForConditionalGeneration(config).save_pretrained(tmp_path)
+    byte_llama.tokenizer_of_bytes().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="cannot be served: WhisperForConditionalGeneration encodes input_features"):
+        serve([str(tmp_path), "--port", str(ranks.free_port())])
 
 
 def test_what_is_refused(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

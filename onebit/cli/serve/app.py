@@ -37,7 +37,7 @@ class Served:
 
     Attributes:
         name: The name in answers, and the only one that requests may name.
-        slots: The most tokens of a prompt with its answer.
+        slots: The most tokens of a prompt with its answer; of an encoder-decoder, of each.
         encode: Text to tokens.
         decode: Tokens to text, without special tokens.
         chat: Messages to tokens; None if the model has no chat template. It raises what its template raises.
@@ -210,7 +210,9 @@ def make_app(served: Served, worker: Worker, limits: Limits, token: str | None) 
             tokens = served.chat([message.model_dump() for message in asked.messages])
         except Exception as error:  # a template may raise anything, as for two users in a row
             raise _Refusal(400, f"messages: the model's chat template refuses them: {error}") from error
-        most = asked.max_completion_tokens or asked.max_tokens or max(1, served.slots - len(tokens))
+        # An encoder's inputs have positions of their own: only the decoder's first token is beside the answer.
+        held = 1 if worker.batch.engine.has_encoder else len(tokens)
+        most = asked.max_completion_tokens or asked.max_tokens or max(1, served.slots - held)
         return await _answer(asked, tokens, most, request)
 
     async def _answer(asked: Completion | Chat, tokens: list[int], most: int, request: Request) -> Response:
