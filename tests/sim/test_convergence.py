@@ -81,5 +81,5 @@ def test_sharded_onebit_adam_reaches_the_loss_of_adamw_and_would_not_if_it_forgo
     adamw = run_job(dense).loss
     for method in SHARDED:
         assert run_job(replace(dense, method=method)).loss < 1.03 * adamw
-    monkeypatch.setattr(study_run, "ShardedOnebitAdam", Forgetful)
+    monkeypatch.setitem(study_run.METHODS, SHARDED[0], study_run._ours(SHARDED[0], "adamw", Forgetful))
     assert run_job(replace(dense, method=SHARDED[0])).loss > 1.15 * adamw

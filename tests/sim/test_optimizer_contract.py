@@ -262,12 +262,12 @@ def test_loading_lets_go_of_a_buckets_old_state_before_the_next(monkeypatch: pyt
     optimizer.step()
     state = copy.deepcopy(optimizer.state_dict())
     old = [weakref.ref(optimizer.state[bucket.params[0]]["exp_avg"]) for bucket in optimizer.buckets]
-    restore, seen = optimizer_state._restore_bucket, []
+    restore, seen = optimizer_state.restore_bucket, []
 
     def watched(*args: object) -> None:
         seen.append([ref() is not None for ref in old])
         restore(*args)
 
-    monkeypatch.setattr(optimizer_state, "_restore_bucket", watched)
+    monkeypatch.setattr(optimizer_state, "restore_bucket", watched)
     optimizer.load_state_dict(state)
     assert seen == [[True, True, True], [False, True, True], [False, False, True]]
