@@ -180,6 +180,8 @@ def check(name: str, here: list[dict[str, Any]], host: list[dict[str, Any]] | No
 
 def engine_checks(setting: Setting) -> Iterator[Outcome]:
     named, steps = cases(), max(12, setting.steps)
+    if setting.is_rehearsal:  # that the script works: two minutes less with a third of the cases, of all kinds but LAMB
+        named, steps = dict([*named.items()][1::3]), 8
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         host = run("gloo", "cpu", steps, folder, named)
     if setting.is_rehearsal:
