@@ -42,13 +42,13 @@ def cast_floats(tree: T, dtype: torch.dtype) -> T:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating-point parameters that have dims, in place. Scalars stay as they are; so do buffers."""
+    """Cast the floating-point parameters that have dims, in place. Buffers and scalars stay as they are."""
     for p in model.parameters():
         if p.is_floating_point() and p.dim() > 0:
             p.data = p.data.to(dtype)
 
 
-def is_added_or_multiplied(module: nn.Module, name: str, width: int | None, dtype: torch.dtype) -> bool:
+def meets_activations(module: nn.Module, name: str, width: int | None, dtype: torch.dtype) -> bool:
     """Whether a buffer that no checkpoint has is to have the dtype of the activations that it meets.
 
     A table of positions, as wide as the model, is added to embeddings (M2M-100, XGLM). A mask is multiplied with scores
@@ -70,11 +70,11 @@ def is_added_or_multiplied(module: nn.Module, name: str, width: int | None, dtyp
 
 
 def cast_tables(model: nn.Module, dtype: torch.dtype) -> None:
-    """Put buffers that meet activations into this dtype, in place: see `is_added_or_multiplied`."""
+    """Put buffers that meet activations into this dtype, in place: see `meets_activations`."""
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     for module in model.modules():
         for name in module._buffers:
-            if is_added_or_multiplied(module, name, width, dtype):
+            if meets_activations(module, name, width, dtype):
                 module._buffers[name] = module._buffers[name].to(dtype)  # type: ignore[union-attr]
 
 

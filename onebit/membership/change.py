@@ -92,7 +92,7 @@ class Changing(Protocol):
         """Take back a state from `leave_world`, for the transport's world as it is now. Local.
 
         Args:
-            state: From this rank's `leave_world`.
+            state: From this rank's `leave_world`. It is used up: what it held may be gone from it.
         """
 
     def for_others(self, state: State) -> State:
@@ -107,7 +107,8 @@ class Changing(Protocol):
 
         Args:
             theirs: From the other rank's `for_others`.
-            own: This rank's state from `leave_world`, of which it keeps the residuals. None: they are zero.
+            own: This rank's state from `leave_world`, of which it keeps the residuals. None: they are zero. Both
+                states are used up.
         """
 
 

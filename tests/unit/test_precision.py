@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -15,7 +16,7 @@ import onebit
 from onebit import zero
 from onebit.comm import SimTransport, run_ranks
 from onebit.zero.config.sections import Fp16
-from onebit.zero.precision import LossScale, cast_floats, loss_scale
+from onebit.zero.precision import LossScale, cast_floats, cast_tables, loss_scale
 
 RULES = st.fixed_dictionaries(
     {
@@ -151,6 +152,35 @@ def test_inputs_are_cast_wherever_they_lie() -> None:
     assert cast["a"][1] is mask and cast["e"].mask is mask and type(cast["e"]) is Pair
     assert cast["a"][2][1] is None and cast["f"] == "text" and cast[3] == 1.5
     assert given["a"][0] is x and x.dtype == torch.float32
+
+
+def test_buffers_that_meet_activations_are_cast_and_no_others() -> None:
+    """Not those of checkpoints, nor frequencies, statistics, and values that the dtype would round."""
+    third = torch.full((1, 1, 2, 2), 1 / 3)
+    buffers = {  # by name: the buffer, whether checkpoints have it, and its dtype afterwards
+        "mask": (torch.ones(1, 1, 2, 2).tril(), False, torch.bfloat16),
+        "positions": (torch.randn(5, 6), False, torch.bfloat16),
+        "saved mask": (torch.ones(1, 1, 2, 2), True, torch.float32),
+        "saved positions": (torch.randn(5, 6), True, torch.float32),
+        "weights of scores": (third, False, torch.float32),
+        "other width": (torch.randn(6, 5), False, torch.float32),
+        "frequencies": (torch.ones(6), False, torch.float32),
+        "count": (torch.tensor(1.0), False, torch.float32),
+        "places": (torch.zeros(1, 1, 2, dtype=torch.int64), False, torch.int64),
+        "nothing": (None, False, None),
+    }
+    net = nn.Linear(6, 6)
+    net.config = SimpleNamespace(hidden_size=6)
+    for name, (buffer, is_saved, _) in buffers.items():
+        net.register_buffer(name, buffer, persistent=is_saved)
+    net.to_meta = nn.Linear(6, 6)
+    net.to_meta.register_buffer("mask", torch.ones(1, 1, 2, device="meta"), persistent=False)
+    cast_tables(net, torch.bfloat16)
+    assert {name: None if x is None else x.dtype for name, x in net._buffers.items()} == {
+        name: dtype for name, (*_, dtype) in buffers.items()
+    }
+    assert torch.equal(net._buffers["mask"].float(), torch.ones(1, 1, 2, 2).tril())
+    assert net.weight.dtype == net.to_meta.mask.dtype == torch.float32
 
 
 @pytest.mark.stranger("breaks", "24: batch norms at bf16 and fp16: torch's error about Half and Float")

@@ -27,7 +27,7 @@ from ..compression.packing import is_compressed, read_compressed
 from ..compression.techniques import ActivationQuantization
 from ..parallel.experts import is_experts
 from ..parallel.model_plan import patterns
-from ..precision import is_added_or_multiplied
+from ..precision import meets_activations
 from .calibration import Batch, calibrate
 from .codes import serve_codes
 from .config import InferenceConfig, read_inference_config
@@ -217,7 +217,7 @@ def _recast(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Put new parameters in place of the model's, in dtype if given. The parameters of the given model stay.
 
     Buffers that checkpoints have, such as BatchNorm's statistics, get the dtype, too. Of others only those do that meet
-    activations: see `is_added_or_multiplied`.
+    activations: see `meets_activations`.
     """
     made: dict[int, nn.Parameter] = {}
     width = getattr(getattr(model, "config", None), "hidden_size", None)
@@ -236,7 +236,7 @@ def _recast(model: nn.Module, dtype: torch.dtype | None) -> None:
                 if buffer is None or not buffer.is_floating_point():
                     continue
                 is_saved = name not in module._non_persistent_buffers_set
-                if is_saved or is_added_or_multiplied(module, name, width, dtype):
+                if is_saved or meets_activations(module, name, width, dtype):
                     module._buffers[name] = buffer.to(dtype)
 
 
