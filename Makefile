@@ -2,7 +2,7 @@
 # make bench   install, DeepSpeed into .venv-deepspeed, then time the collective, and steps of every method
 # make test    install, then run the usual tests (about seventeen minutes on two cores)
 #      test-fast   those without processes, network and patience (a minute and a half)
-#      test-all    all of them (half an hour)
+#      test-all    all of them (half an hour to fifty minutes, by the machine)
 #      test-matrix the fast ones with the oldest, pinned and newest torch, and every Python found (5 GB each)
 # make lint    install, then ruff, mypy, and the length of commit subjects
 # make docs    install mkdocs, then build the site into site/; a link that leads nowhere is an error

@@ -180,8 +180,9 @@ def check(name: str, here: list[dict[str, Any]], host: list[dict[str, Any]] | No
 
 def engine_checks(setting: Setting) -> Iterator[Outcome]:
     named, steps = cases(), max(12, setting.steps)
-    if setting.is_rehearsal:  # that the script works: two minutes less with a third of the cases, of all kinds but LAMB
-        named, steps = dict([*named.items()][1::3]), 8
+    if setting.is_rehearsal:  # that the script works: a third of the cases and LAMB's are of all kinds
+        named = {name: each for k, (name, each) in enumerate(named.items()) if k % 3 == 1 or "Lamb" in name}
+        steps = 8
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         host = run("gloo", "cpu", steps, folder, named)
     if setting.is_rehearsal:
