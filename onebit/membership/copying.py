@@ -62,6 +62,7 @@ TRIES = 3
 TICK_S, PAUSE_S, MOST_PAUSE_S = 1.0, 0.001, 1.0
 
 _HELD = "onebit.held"
+_LEFT = "the member that gave it has left the run"
 
 
 @runtime_checkable
@@ -228,7 +229,8 @@ class Giver:
     def __init__(self, optimizer: Repeatable, members: Members, lines: Callable[[], list[str]]):
         self._optimizer, self._members, self._lines = optimizer, members, lines
         self._givings: list[_Giving] = []
-        self._lock = threading.Lock()  # of this list and of the optimizer's journal
+        self._has_left = False
+        self._lock = threading.Lock()  # of these and of the optimizer's journal
 
     def answer(self, pair: Roster) -> str | None:
         """Begin a copy in another thread, unless there is a reason against it. From any thread.
@@ -241,13 +243,16 @@ class Giver:
         """
         if not all(giving.is_ready for giving in self._living()):
             return None
-        if not (why := self._optimizer.why_not_repeated()):
-            giving = _Giving(self._optimizer, self._members, pair, self._lines())
-            with self._lock:
-                self._givings.append(giving)
-                self._optimizer.placement.journal = self
+        if why := self._optimizer.why_not_repeated():
+            return why
+        giving = _Giving(self._optimizer, self._members, pair, self._lines())
+        with self._lock:
+            if self._has_left:
+                return _LEFT
+            self._givings.append(giving)
+            self._optimizer.placement.journal = self
             giving.thread.start()
-        return why
+        return ""
 
     def enter(self, roster: Roster) -> None:
         """End the copy to a newcomer that is in the next epoch: it gets what is left of the frames."""
@@ -262,8 +267,10 @@ class Giver:
 
     def stop(self) -> None:
         """This member leaves the run."""
+        with self._lock:
+            self._has_left = True
         for giving in self._living():
-            giving.end("the member that gave it has left the run")
+            giving.end(_LEFT)
             giving.thread.join(LEAVE_S)
 
     def _living(self) -> list[_Giving]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..comm import PeerError
-from .published import MOST_EPOCHS, TELL_S, Meter, Watched, about_here, here, read_signed, sign
+from .published import MOST_EPOCHS, MOST_NAMES, TELL_S, Meter, Watched, about_here, here, read_signed, sign
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -331,16 +331,19 @@ class Rendezvous:
     def _answer(self) -> None:
         """Answer newcomers that ask for a copy of the state."""
         asked = self._beats.add("copy", 0)
-        self._to_answer += range(self._asked + 1, asked + 1)
-        self._asked, pending, self._to_answer = asked, self._to_answer, []
-        for number in pending:
+        pending = [*self._to_answer, *range(max(self._asked, asked - MOST_NAMES) + 1, asked + 1)]
+        self._asked, self._to_answer = asked, []
+        for number in pending[-MOST_NAMES:]:
             key, gives = f"copy/{number}", self._gives()
             try:
                 question = self._read(key, self._beats) if self._beats.check([key]) else None
             except MembershipError as error:  # a stranger
                 log.warning("%s: %s", self.name, error)
                 continue
-            if question is None or question["giver"] != self.name or self._beats.check([f"{key}/answer"]):
+            if question is None:  # it has its number, and is being written
+                self._to_answer.append(number)
+                continue
+            if question["giver"] != self.name or self._beats.check([f"{key}/answer"]):
                 continue
             pair = Roster(-number, (self.name, str(question["name"])))
             why = "this run copies states at changes alone" if gives is None else gives.answer(pair)

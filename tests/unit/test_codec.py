@@ -220,7 +220,7 @@ def test_sign_values_are_those_of_the_oracle(scale: str) -> None:
 @given(
     st.lists(st.integers(0, 64), min_size=1, max_size=6), st.sampled_from(["rms", "mean_abs"]), st.integers(0, 2**31)
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_padding_is_in_no_scale_and_keeps_nothing(counts: list[int], scale: str, seed: int) -> None:
     codec = SignCodec(block=64, scale=scale)
     x = some_rows(codec, 1, len(counts), seed)

@@ -69,7 +69,7 @@ def test_pacing_is_the_table(pacing: object, table: dict[int, int]) -> None:
     assert {t: pacing(t) for t in table} == table  # type: ignore[operator]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 40), st.integers(1, 9), st.floats(0.5, 4))
 def test_pacing_rises_from_first_to_last(first: int, more: int, total: int, multiple: int, degree: float) -> None:
     values = [Root(first, first + more, total, multiple, degree)(t) for t in range(total + 3)]
@@ -248,7 +248,7 @@ def test_several_metrics_select_what_all_do() -> None:
     assert drawn.difficulties == {"metric": 19, "other": 19, "shape": 16} and sampler.cluster_sizes == [1, 10, 9]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 30), st.integers(1, 7), st.integers(0, 5))
 def test_an_epoch_of_one_cluster_is_every_sample_once(samples: int, batch: int, seed: int) -> None:
     sampler = CurriculumSampler(samples, batch, {}, seed=seed)

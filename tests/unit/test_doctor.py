@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onebit import OnebitAdam
@@ -81,7 +81,6 @@ def test_launching_makes_backward_longer() -> None:
     assert much.hidden == pytest.approx(none.hidden + 0.2)
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 40).map(lambda n: n << 17), min_size=1, max_size=12),
     exchange_s=st.floats(0.01, 5), update_s=st.floats(0, 1), compute_s=st.floats(0, 5),
@@ -94,7 +93,6 @@ def test_a_step_lies_between_its_limits(sizes: list[int], exchange_s: float, upd
         assert made.behind == pytest.approx(compute_s + exchange_s + update_s)
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 60).map(lambda n: n << 17), min_size=1, max_size=14),
     exchange_s=st.floats(0.01, 5), compute_s=st.floats(0, 5),

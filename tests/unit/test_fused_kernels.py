@@ -30,7 +30,7 @@ ERRORS = (None, torch.float32, torch.bfloat16)
 
 @needs_build
 @each_isa
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_layout(isa: str, data: st.DataObject) -> None:
     block = data.draw(st.sampled_from((64, 128, 256)))

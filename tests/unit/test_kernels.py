@@ -126,7 +126,7 @@ def test_int4_ties_sizes_and_overflows_encode_as_in_the_reference(isa: str) -> N
 
 @needs_build
 @each_isa
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_small_input_encodes_as_in_the_reference(isa: str, data: st.DataObject) -> None:
     frame = data.draw(st.sampled_from(FRAMES))

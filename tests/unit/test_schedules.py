@@ -272,7 +272,7 @@ SCHEDULES = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(name=st.sampled_from(sorted(SCHEDULES)), before=st.integers(0, 30), lrs=st.sampled_from([(1e-3,), (1e-3, 0.5)]))
 def test_resumed_is_uninterrupted_to_the_bit(name: str, before: int, lrs: tuple[float, ...]) -> None:
     def start() -> ScheduleLR:

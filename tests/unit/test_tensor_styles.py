@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -15,7 +15,6 @@ from onebit.zero.parallel.styles import divide, route
 CPU = torch.device("cpu")
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(1, 4))
 def test_an_exchange_gives_each_rank_its_share_of_every_matrix(widths: list[int], ranks: int) -> None:
     """Matrices of any sizes that the ranks divide; every feature goes to one rank."""

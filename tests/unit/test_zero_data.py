@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
@@ -51,7 +51,6 @@ def test_it_goes_on_where_it_was(done: int) -> None:
     assert [next(batches)[0].tolist() for _ in range(30 - done)] == expected[done:]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(0, 20), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(0, 3))
 def test_a_step_is_the_same_elements_in_any_world(steps: int, done: int, old: int, new: int, rest: int) -> None:
     """Steps of 8 elements, in batches of 2: shared by 4 ranks, or read by one in four micro-batches. To an epoch's end.
