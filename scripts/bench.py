@@ -24,6 +24,7 @@ NAMES = (
     "sparse_attention",
     "sequence",
     "sequence_lengths",
+    "sequence_memory",
     "zero_memory",
     "zero_deepspeed",
     "offload",

@@ -28,6 +28,7 @@ from reports import publish, table
 from torch import nn
 
 from bench.command import calling
+from bench.limits import KILLED, can_limit, limited
 from bench.record import here, parser_of
 from onebit import zero
 from onebit.zero.offload.plan import OffloadRun, plan
@@ -37,7 +38,6 @@ SIZES = (64, 96, 128)  # layers: 67, 101 and 134 million parameters
 QUICK = (2,)
 FILE_BYTES = {"gradients": 14, "full": 16}  # per parameter: master and moments, a gradient, a parameter
 DISK_SHARE = 0.85  # of what is free, that one case may take
-CGROUP = Path("/sys/fs/cgroup/memory")
 
 
 @dataclass(frozen=True)
@@ -137,27 +137,11 @@ def planned(case: Case) -> float:
     return plan(run, mode, "-" if mode == "none" else case.to).host_bytes
 
 
-def limited(limit_mb: int) -> Path | None:
-    """A cgroup of so much memory; None where this process may not make one."""
-    if limit_mb == 0 or not os.access(CGROUP / "cgroup.procs", os.W_OK):
-        return None
-    group = CGROUP / f"onebit-offload-{os.getpid()}"
-    group.mkdir(exist_ok=True)
-    (group / "memory.limit_in_bytes").write_text(str(limit_mb << 20))
-    return group
-
-
 def measure(case: Case, folder: Path) -> dict:
     """Runs a case in a process of its own. "killed": by the limit; "limited": whether there was one."""
-    group = limited(case.limit_mb)
     out = folder / "result.json"
     call = calling(worker, argparse.Namespace(case=asdict(case), folder=folder), out)
-
-    def enter() -> None:
-        if group is not None:
-            (group / "cgroup.procs").write_text(str(os.getpid()))
-
-    try:
+    with limited(case.limit_mb) as enter:
         done = subprocess.run(
             [sys.executable, *call],
             capture_output=True,
@@ -166,11 +150,9 @@ def measure(case: Case, folder: Path) -> dict:
             check=False,
             env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"},  # what is freed goes back to the system
         )
-    finally:
-        if group is not None:
-            group.rmdir()
-    facts = asdict(case) | {"params": case.params, "planned": planned(case), "limited": group is not None}
-    if done.returncode == -9:
+    has_limit = case.limit_mb > 0 and can_limit()
+    facts = asdict(case) | {"params": case.params, "planned": planned(case), "limited": has_limit}
+    if done.returncode == KILLED:
         return facts | {"killed": True}
     if done.returncode != 0:
         raise RuntimeError(f"{case}: {done.stderr[-2000:]}")

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from bench import host_adam as bench_host_adam
+from bench import limits, sequence, sequence_lengths, sequence_memory, zero_deepspeed
 from bench import local_rounds as bench_local_rounds
 from bench import offload as bench_offload
 from bench import offload_gpu as bench_offload_gpu
-from bench import sequence, sequence_lengths, zero_deepspeed
 from bench import unlike as bench_unlike
+from hypothesis import given
+from hypothesis import strategies as st
 from provenance import revision
 
 from onebit.cli.cluster import available
@@ -215,6 +217,23 @@ def test_windows_send_as_much_at_any_length_and_two_levels_less(tmp_path: Path) 
     assert sent["window", "4,096"] == pytest.approx(sent["window", "2,048"], rel=0.03)
     assert sent["two levels", "4,096"] < 0.6 * sent["all tokens", "4,096"]
     assert (tmp_path / "record.png").stat().st_size > 0
+
+
+@given(st.integers(0, 500), st.integers(1, 600))
+def test_the_longest_that_works_is_found_to_a_sixteenth(most: int, guess: int) -> None:
+    found = sequence_memory.longest(lambda count: count <= most, guess)
+    assert found <= most < found + max(1, found // 16)
+
+
+@pytest.mark.thorough
+def test_a_rank_with_too_little_memory_does_not_train(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="pip install onebit[transformers]")
+    way, args = sequence_memory.WAYS[-1], argparse.Namespace(limit_mb=0, folder=tmp_path)
+    assert sequence_memory.trains(1024, way, 2, args)
+    if limits.can_limit():
+        args.limit_mb = 64
+        assert not sequence_memory.trains(1024, way, 2, args)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
