@@ -398,7 +398,7 @@ class Run:
         seen: dict[tuple[int, int], tuple[str, int]] = {}
         for name, life in self.lives.items():
             its = [
-                (step, rank, bits) for rank, of_rank in enumerate(life.digests) for step, bits in list(of_rank.items())
+                (step, rank, bits) for rank, of_rank in enumerate(life.digests) for step, bits in of_rank.copy().items()
             ]
             for step, rank, bits in its:
                 first, expected = seen.setdefault((step, rank), (name, bits))
