@@ -273,10 +273,12 @@ class LocalSteps(Wrapped):
         self.steps += 1 if self.balance is None else self.balance.count_step()
         for fragment in self.fragments if self.counts_steps else ():
             fragment.tokens += 1.0
+        # Before anything that may end in a change: a newcomer in it takes part in the rounds that are due.
+        self.rounds_due = [fragment for fragment in self.fragments if fragment.due == self.steps]
         with self._survives_losses():
             for fragment in self.fragments:
                 self.rounds.bring_home(fragment, self.steps)
-        self._take_rounds([fragment for fragment in self.fragments if fragment.due == self.steps])
+        self._take_rounds_due()
         self._end_step()
         self.policy.computing.start()
         return loss
@@ -295,8 +297,7 @@ class LocalSteps(Wrapped):
         is_scaled = scaler_scale is not None or getattr(self, "found_inf", None) is not None
         self.is_frozen |= not is_good and not is_scaled  # under a scaler, overflows are expected
 
-    def _take_rounds(self, fragments: list[Fragment]) -> None:
-        self.rounds_due = fragments
+    def _take_rounds_due(self) -> None:
         with self._survives_losses():
             self.end_interrupted_step()
 
@@ -351,13 +352,13 @@ class LocalSteps(Wrapped):
         # Balanced ranks jump over steps: for one of them this may be a round of step(), which has no name.
         with torch.no_grad(), calling("" if self.balance is not None else "optimizer.sync()"):
             self._begin_round()
-            self._land_all()
             if self.is_at_anchor():
                 self.replica.show()
                 return
-            self.is_syncing = True
+            self.is_syncing, self.rounds_due = True, self.fragments
             try:
-                self._take_rounds(self.fragments)
+                self._land_all()
+                self._take_rounds_due()
             finally:
                 self.is_syncing = False
             self._end_step()
@@ -489,7 +490,9 @@ class LocalSteps(Wrapped):
     def _change(self, why: PeerError | None) -> None:
         assert self._members is not None
         self._change_is_due, self._lost = False, None
-        if change(self, self._members, why).is_back:  # its gradients are of parameters that are gone
+        # After a loss, what members call next differs: some are in sync(), say. A newcomer calls step().
+        found = change(self, self._members, why, lets_in=why is None)
+        if found.is_back:  # its gradients are of parameters that are gone
             self.zero_grad()
 
     def steps_taken(self) -> int:
@@ -509,6 +512,7 @@ class LocalSteps(Wrapped):
         """See `membership.change.Changing`: take the rounds that are due."""
         while self.rounds_due:
             self._take_round(self.rounds_due[0])
+        self.is_syncing = False  # a newcomer's, if it came in amid the others' sync()
 
     def leave_world(self) -> State:
         """See `membership.change.Changing`."""

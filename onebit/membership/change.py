@@ -197,13 +197,14 @@ def end(optimizer: Changing) -> None:
 
 @torch.no_grad()
 @outside_calls()  # members come to it from different calls: one may be in sync(), and another in the step before
-def change(optimizer: Changing, members: Members, why: PeerError | None) -> Change:
+def change(optimizer: Changing, members: Members, why: PeerError | None, *, lets_in: bool = True) -> Change:
     """Bring this member and its optimizer into the next epoch. All members.
 
     Args:
         optimizer: The optimizer; its state is replaced.
         members: Its transport.
         why: The error that ended the epoch. None: a newcomer waits.
+        lets_in: As in `Rendezvous.meet`; if a further member is lost meanwhile, too. Default True.
 
     Raises:
         MembershipError: As `Rendezvous.meet`, or no remaining member has the state.
@@ -214,7 +215,7 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
     without = set[str]()  # members that are back, and new ones
     while True:
         steps = optimizer.progress()[0]
-        why, standing = _enter_next(optimizer, members, why)
+        why, standing = _enter_next(optimizer, members, why, lets_in)
         assert members.roster is not None
         without |= {name for name, its in zip(members.roster.names, standing, strict=True) if not its.has_state}
         is_back |= not members.has_state and before is not None
@@ -250,7 +251,7 @@ def change(optimizer: Changing, members: Members, why: PeerError | None) -> Chan
 
 
 def _enter_next(
-    optimizer: Changing, members: Members, why: PeerError | None
+    optimizer: Changing, members: Members, why: PeerError | None, lets_in: bool
 ) -> tuple[PeerError | None, list[Standing]]:
     """Bring this member and its optimizer into the next epoch that begins.
 
@@ -264,7 +265,7 @@ def _enter_next(
     copied = members.copy is not None
     while True:
         try:
-            members.enter_next(why)
+            members.enter_next(why, lets_in=lets_in)
             standing = _exchange(members, Standing(steps, progress, members.has_state, is_new, data, seconds, copied))
             theirs = _bring_together(optimizer, members, standing, own)
             assert members.roster is not None

@@ -136,11 +136,12 @@ class Members(Transport):
 
     # ---------------------------------------------------------------- epochs
 
-    def enter_next(self, why: PeerError | None) -> None:
+    def enter_next(self, why: PeerError | None, *, lets_in: bool = True) -> None:
         """Leave the current epoch, and enter the next. Operations under way are forgotten.
 
         Args:
             why: The error that ended the epoch. None: a newcomer waits.
+            lets_in: As in `Rendezvous.meet`. Default True.
 
         Raises:
             PeerError: A member was lost while the epoch began.
@@ -152,7 +153,7 @@ class Members(Transport):
             self._sent_before, self._sent_before_inter_node = self.sent_bytes, self.sent_bytes_inter_node
             self._now.abandon("" if why is None else "another member was lost")
         self._now = SimTransport()
-        self.roster = roster = self.rendezvous.meet(last, missed)
+        self.roster = roster = self.rendezvous.meet(last, missed, lets_in=lets_in)
         if self.giver is not None:
             self.giver.enter(roster)
         if last is not None and roster.epoch != last.epoch + 1:

@@ -191,11 +191,11 @@ class NodeRendezvous:
         self.is_awaited = threading.Event() if first is None else first.is_awaited
         self.is_over = threading.Event() if first is None else first.is_over
 
-    def meet(self, last: Roster | None, missed: Collection[str] = ()) -> Roster:
+    def meet(self, last: Roster | None, missed: Collection[str] = (), *, lets_in: bool = True) -> Roster:
         all_missed = self._node.leave(missed)
 
         def met(first: Rendezvous) -> list[Any]:
-            roster = first.meet(last, all_missed)
+            roster = first.meet(last, all_missed, lets_in=lets_in)
             return [roster.epoch, roster.names]
 
         epoch, names = self._ask(met)

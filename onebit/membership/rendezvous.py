@@ -147,12 +147,14 @@ class Rendezvous:
         self._thread.start()
         atexit.register(self.leave)
 
-    def meet(self, last: Roster | None, missed: Collection[str] = ()) -> Roster:
+    def meet(self, last: Roster | None, missed: Collection[str] = (), *, lets_in: bool = True) -> Roster:
         """Wait for the next epoch, and be in it.
 
         Args:
             last: The epoch in which this member was. None: it is new.
             missed: Members of that epoch to which a connection has broken, or which were silent. Default ().
+            lets_in: Whether newcomers may come in with this epoch, if this member closes it. False: only if there are
+                too few members without them. Default True.
 
         Returns:
             The roster of the new epoch.
@@ -163,7 +165,7 @@ class Rendezvous:
         deadline = time.monotonic() + self.patience.wait_s
         before = last or self._newest()
         while True:
-            roster = self._next(before, sorted(missed), deadline)
+            roster = self._next(before, sorted(missed), deadline, lets_in)
             if self.name in roster.names:
                 with self._lock:
                     self._now, self.copied = roster, None
@@ -382,7 +384,7 @@ class Rendezvous:
 
     # ---------------------------------------------------------------- one epoch
 
-    def _next(self, before: Roster | None, missed: Sequence[str], deadline: float) -> Roster:
+    def _next(self, before: Roster | None, missed: Sequence[str], deadline: float, lets_in: bool) -> Roster:
         epoch = 1 if before is None else before.epoch + 1
         began, silences, writes = time.monotonic(), _Silences(self._store), 0
         while (roster := self._read_roster(epoch)) is None:
@@ -401,7 +403,7 @@ class Rendezvous:
                 are_silent = [silences.of(name) > limit for name, limit in zip(absent, limits, strict=True)]
                 if all(are_silent) or now - began > self.patience.busy_s:
                     if len(arrived) >= self.min_members:
-                        self._close(before, epoch, arrived)
+                        self._close(before, epoch, arrived, lets_in)
                         continue
                     self._tell_of_few(epoch, arrived)
             elif now > deadline or self._store.check(["ended"]):
@@ -421,9 +423,10 @@ class Rendezvous:
                 ", ".join(arrived),
             )
 
-    def _close(self, before: Roster | None, epoch: int, arrived: Sequence[str]) -> None:
-        stay = [] if before is None else [name for name in before.names if name in arrived]
-        names = [*stay, *(name for name in arrived if name not in stay)]
+    def _close(self, before: Roster | None, epoch: int, arrived: Sequence[str], lets_in: bool) -> None:
+        names = [] if before is None else [name for name in before.names if name in arrived]
+        if lets_in or len(names) < self.min_members:
+            names += [name for name in arrived if name not in names]
         key = f"roster/{epoch}"
         # If several members close the epoch, the first roster stands.
         self._store.compare_set(key, "", self._signed(key, {"epoch": epoch, "names": names}))

@@ -199,10 +199,10 @@ class RememberingMembers(Members):
         super().__init__(rendezvous, connect, node)
         self._digests = digests
 
-    def enter_next(self, why: PeerError | None) -> None:
+    def enter_next(self, why: PeerError | None, **options: bool) -> None:
         had_state = self.has_state
         try:
-            super().enter_next(why)
+            super().enter_next(why, **options)
         finally:
             if had_state and not self.has_state:
                 self._digests.pop(max(self._digests, default=0), None)

@@ -539,6 +539,44 @@ def test_a_member_may_be_lost_while_the_network_is_measured(fuse: float, monkeyp
     assert steps == others == 12 and torch.equal(first, second)
 
 
+@pytest.mark.parametrize("fuse", [104, 110, 116, 125, 137])
+@pytest.mark.parametrize("make", [partial(local, fragments=2, delay=2), delayed], ids=["local", "adam"])
+def test_a_newcomer_may_come_as_a_member_is_lost(make: Make, fuse: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members notice the loss in other calls, some of them in sync(), and the newcomer's first call is step()."""
+    hub, die = Hub(3), MortalTransport.die
+
+    def die_as_another_comes(transport: MortalTransport) -> None:
+        if threading.current_thread() is transport.thread:
+            run.start("n")
+            deadline = time.monotonic() + 10
+            while hub.store.add("here/2", 0) == 0 and time.monotonic() < deadline:
+                time.sleep(0.001)
+        die(transport)
+
+    def work(members: Members) -> Tensor:
+        model = net()
+        optimizer = make(model, members)
+        begin(optimizer)
+        draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
+        while optimizer.steps_taken() < 26:
+            x = torch.randn(8, 12, generator=draw)
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if optimizer.steps_taken() % 6 == 0:
+                optimizer.sync()
+        optimizer.sync()
+        optimizer.check_replicas()
+        end(optimizer)
+        return parameters_of(model)
+
+    monkeypatch.setattr(MortalTransport, "die", die_as_another_comes)
+    run = founded(hub, work, [INF, INF, fuse])
+    run.join()
+    first, *others = run.results.values()
+    assert others and all(torch.equal(first, params) for params in others)
+
+
 # ---------------------------------------------------------------- an oracle
 
 
