@@ -34,6 +34,7 @@ from gpu_check.engine import engine_checks
 from gpu_check.forms import form_checks
 from gpu_check.modes import inference_checks, offload_checks
 from gpu_check.section import Found, Outcome, Section, Setting, append, read, run
+from gpu_check.sequence import sequence_checks
 from gpu_check.speed import TARGET, model_table, speed_table
 from gpu_check.steps import steps_table
 from gpu_check.transports import transport_checks
@@ -119,6 +120,12 @@ SECTIONS = {
             "causal, which torch runs by FlashAttention. The layouts are those of `python scripts/bench.py "
             "sparse_attention`; on the host flex is left out.",
             table=attention_table,
+        ),
+        Section(
+            "sequence",
+            "Split sequences",
+            "Simulated ranks, on one level and two, against dense attention in float64: output and gradients.",
+            checks=sequence_checks,
         ),
         Section(
             "offload",

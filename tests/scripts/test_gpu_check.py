@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from gpu_check import main as check
-from gpu_check import modes, section, transports
+from gpu_check import modes, section, sequence, transports
 from gpu_check.checks import assert_same
 from gpu_check.forms import FORMS
 from gpu_check.section import Outcome, Section, Setting
+
+from onebit.comm import Int8Codec
+from onebit.zero.sequence import Pieces, local, ring
 
 SETTING = Setting(torch.device("cpu"), (), 64, (64,), (70,), 4, 500, 300, (128,), 1)
 
@@ -108,6 +112,12 @@ def test_a_kernel_that_is_not_there_is_a_failure(sections: Sections, monkeypatch
     assert "- FAILED triton is there: pip install it" in sections.record.read_text()
 
 
+def test_the_page_on_gpus_names_every_section() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    named = page.partition("Its sections are")[2].partition(". Most take")[0]
+    assert set(check.SECTIONS) == set(re.sub(r"\([^)]*\)", "", named).replace(",", " ").replace(" and ", " ").split())
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_hold_on_the_host(form: str) -> None:
     from gpu_check import forms
@@ -130,6 +140,21 @@ def test_ranks_over_gloo_end_as_simulated_ones() -> None:
 def test_modes_hold_on_the_host() -> None:
     modes.check_offload("full", True, torch.float32, SETTING)
     modes.check_inference("fp32", False, SETTING)
+
+
+def test_split_sequences_hold_on_the_host_in_operations_of_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_has_kernel", lambda q, v: False)
+    found = list(sequence.sequence_checks(SETTING))
+    assert not [each for each in found if each.problem]
+    assert {each.name.split(", ")[0] for each in found} == {f"sequence: {name}" for name in sequence.CASES}
+
+
+@pytest.mark.parametrize(("lost", "what"), [("_add_", "keys"), ("_merge_", "output"), ("decode_", "output")])
+def test_what_a_split_sequence_loses_is_found(lost: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients from other ranks; outputs of blocks; the bytes in which a block arrives."""
+    monkeypatch.setattr(ring, lost, lambda *args: None)
+    with pytest.raises(AssertionError, match=f"{what}: expected an error of at most 1e-05"):
+        sequence.check({"codec": Int8Codec}, Pieces(30, 2), True, torch.float32, torch.device("cpu"))
 
 
 def test_a_nan_equals_a_nan_and_zeros_have_signs() -> None:
