@@ -9,7 +9,7 @@ import copy
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -19,25 +19,14 @@ from torch import Tensor, nn
 
 from gpu_check.section import Outcome, Setting, outcome
 from onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
-from onebit.comm import Int4Codec, Int8Codec, SignCodec, SimTransport, kernels, run_ranks
-from onebit.comm.kernels import int4_reference, reference
+from onebit.comm import SignCodec, SimTransport, kernels, run_ranks
+from onebit.comm.kernels import reference
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
 import fused_cases
+from kernel_inputs import ERRORS, SPECIAL, frames_for, function, random, steps_of
 
-FRAMES = ("rms", "mean_abs", "int8", "int4")
-ERRORS = (None, torch.float32, torch.bfloat16)
-SPECIAL = (
-    float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 1e-38, 1e30, -1e-30, 1e-23, 1.8e19, 3e38,
-)  # fmt: skip
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    """Values of many sizes, some of them zeros of either sign."""
-    g = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=g) * 10 ** torch.randint(-4, 4, shape, generator=g).float()
-    values[torch.rand(shape, generator=g) < 0.05] *= 0.0
-    return values
+SCALES = ("rms", "mean_abs")
 
 
 def assert_same(what: str, got: Tensor, expected: Tensor) -> None:
@@ -52,19 +41,6 @@ def assert_same(what: str, got: Tensor, expected: Tensor) -> None:
         )
 
 
-def function(kernel: ModuleType, name: str, frame: str) -> Callable[..., None]:
-    """The kernel's encode, decode or decode_mean for a frame, without its scale option."""
-    if frame in ("int8", "int4"):
-        module = int4_reference if kernel is reference and frame == "int4" else kernel
-        return getattr(module, f"{frame}_{name}")
-    return functools.partial(kernel.encode, scale=frame) if name == "encode" else getattr(kernel, name)
-
-
-def frames_of(frame: str, K: int, N: int, block: int) -> Tensor:
-    codec = {"int8": Int8Codec, "int4": Int4Codec}.get(frame, SignCodec)(block)
-    return torch.full((K, codec.frame_bytes(N)), 0xAB, dtype=torch.uint8)
-
-
 def check_kernel(kernel: ModuleType, device: torch.device, block: int, K: int, J: int) -> None:
     """encode, decode and decode_mean of one shape, over all options and kinds of input."""
     N = J * block
@@ -76,13 +52,13 @@ def check_kernel(kernel: ModuleType, device: torch.device, block: int, K: int, J
     edges = torch.tensor([0, 1, 15, 16, 17, block - 1, block], dtype=torch.int32)
     ragged = edges[torch.arange(K * J) % len(edges)].view(K, J)
     errors = (None, random(K, N, seed=1), random(K, N, seed=2).bfloat16())
-    for frame in FRAMES:
+    for frame in (*SCALES, *steps_of(kernel)):
         for x in (plain, special):
             for error in errors:
                 for counts in (None, ragged):
                     _check_encode(kernel, device, x, error, counts, block, frame)
-    for frame in ("rms", "int8", "int4"):
-        frames = frames_of(frame, K, N, block)
+    for frame in ("rms", *steps_of(kernel)):
+        frames = frames_for(K, N, block, frame=frame)
         function(reference, "encode", frame)(special.clone(), None, frames, None, block=block)
         decode, expected_decode = (function(module, "decode", frame) for module in (kernel, reference))
         for weight, keep in ((1.0, 0.0), (0.1, 0.0), (0.1, 0.9), (-1.0, 1.0), (1.0, 1e-60)):
@@ -109,7 +85,7 @@ def _check_encode(
     name = f"encode of {frame}, error={error_KN.dtype if error_KN is not None else None}, " + (
         "full" if counts_KJ is None else "ragged"
     )
-    residual, frames = x_KN.clone(), frames_of(frame, K, N, block)
+    residual, frames = x_KN.clone(), frames_for(K, N, block, frame=frame)
     got_residual, got_frames = x_KN.to(device, copy=True), torch.full_like(frames, 0xCD).to(device)
     function(reference, "encode", frame)(residual, error_KN, frames, counts_KJ, block=block)
     there = [None if t is None else t.to(device) for t in (error_KN, counts_KJ)]
@@ -135,18 +111,18 @@ def check_fused(kernel: ModuleType, device: torch.device, case: fused_cases.Case
     for k, (packed, variance) in enumerate(itertools.product((False, True), repeat=2)):
         for error in ERRORS if not is_on_the_host else ERRORS[k % 3 :][:1]:
             fused_cases.check_encode_momentum(
-                kernel.encode_momentum, case, error=error, packed=packed, variance=variance, scale=FRAMES[k % 2],
+                kernel.encode_momentum, case, error=error, packed=packed, variance=variance, scale=SCALES[k % 2],
                 device=str(device),
             )  # fmt: skip
     for k, (owed, returned) in enumerate(itertools.product(fused_cases.DTYPES, (None, 0.9))):
         fused_cases.check_encode_gradients(
-            kernel.encode_gradients, case, owed=owed, returned=returned, scale=FRAMES[k % 2], device=str(device),
+            kernel.encode_gradients, case, owed=owed, returned=returned, scale=SCALES[k % 2], device=str(device),
             closed=k == 1,
         )  # fmt: skip
     for k, rows in enumerate((1, 2, 5)):
         for error in ERRORS if not is_on_the_host else ERRORS[k:][:1]:
             fused_cases.check_encode_mean(
-                kernel.encode_mean, case, rows=rows, error=error, scale=FRAMES[k % 2], device=str(device)
+                kernel.encode_mean, case, rows=rows, error=error, scale=SCALES[k % 2], device=str(device)
             )
     fused_cases.check_apply(kernel.apply, case, device=str(device))
     for ranks, each in ((1, False), (2, True), (5, False)):

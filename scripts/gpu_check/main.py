@@ -48,8 +48,8 @@ SECTIONS = {
         Section(
             "kernels",
             "Kernels, bit for bit",
-            "Every kernel for CUDA tensors against the reference on the host: sign, int8 and int4 frames, the "
-            "fused steps.",
+            "Every kernel for CUDA tensors, and the reference there, against the reference on the host: every frame, "
+            "the fused steps.",
             checks=kernel_checks,
         ),
         Section(

@@ -10,13 +10,16 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING
 
-import pytest
 import torch
 from torch import Tensor
 
 from onebit.comm import Int4Codec, Int8Codec, Log4Codec, SignCodec
 from onebit.comm.kernels import cpu, int4_reference, log4_reference, reference
+
+if TYPE_CHECKING:
+    import pytest  # machines with a GPU may lack it
 
 ERRORS = (None, torch.float32, torch.bfloat16)
 
