@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,19 +37,21 @@ def _sharded(kind: Callable[..., torch.optim.Optimizer], **options: object) -> M
     )
 
 
-def _local(params: Sequence[nn.Parameter], transport: Transport, block: int) -> torch.optim.Optimizer:
-    inner = torch.optim.AdamW(params, lr=1e-2)
-    return onebit.LocalSteps(inner, 4, transport=transport, codec=SignCodec(block), bucket_cap_mb=0.01)
+def _local(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Make:
+    return lambda params, transport, block: onebit.LocalSteps(
+        kind(params, lr=1e-2), 4, transport=transport, codec=SignCodec(block), bucket_cap_mb=0.01, **options
+    )
 
 
 def _four_bits(params: Sequence[nn.Parameter], transport: Transport, block: int) -> torch.optim.Optimizer:
     return _plain(onebit.OnebitAdam, warmup_codec=Log4Codec(block), freeze_step=8)(params, transport, block)
 
 
-def _muon(params: Sequence[nn.Parameter], transport: Transport, block: int) -> torch.optim.Optimizer:
+def _muon(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
     """Matrices by Muon, vectors by AdamW's rule."""
-    groups = [{"params": [p for p in params if (p.dim() > 1) is use], "use_muon": use} for use in (True, False)]
-    return _plain(onebit.OnebitMuon)(groups, transport, block)  # type: ignore[arg-type]
+    return lambda params, **options: kind(
+        [{"params": [p for p in params if (p.dim() > 1) is use], "use_muon": use} for use in (True, False)], **options
+    )
 
 
 FORMS: dict[str, Make] = {
@@ -56,38 +59,56 @@ FORMS: dict[str, Make] = {
     "OnebitAdam, four-bit warm-up": _four_bits,
     "OnebitAdam, delay=1": _plain(onebit.OnebitAdam, delay=1, freeze_step=8),
     "OnebitAdam, momentum of moves": _plain(onebit.OnebitAdam, momentum_of="moves", freeze_step=8),
-    "OnebitMuon": _muon,
+    "OnebitMuon": _plain(_muon(onebit.OnebitMuon)),
     "ZeroOneAdam, local steps": _plain(onebit.ZeroOneAdam, local_step_scaler=8, local_step_clipper=4),
     "sharded Adam, stage 0": _sharded(ShardedOnebitAdam, stage=0, warmup_steps=4),
     "sharded Adam, stage 1, clipped": _sharded(ShardedOnebitAdam, warmup_steps=4, max_grad_norm=0.5),
     "sharded Adam, stage 2, signs down": _sharded(ShardedOnebitAdam, stage=2, differences="sign", warmup_steps=4),
     "sharded LAMB, stage 1": _sharded(ShardedOnebitLamb, warmup_steps=4),
     "sharded 0/1 Adam, stage 2": _sharded(ShardedZeroOneAdam, stage=2, warmup_steps=4),
-    "local steps in one bit": _local,
+    "local steps in one bit": _local(torch.optim.AdamW),
+    "local steps, two fragments, delay=1": _local(torch.optim.AdamW, fragments=2, delay=1),
+    "local steps of Muon": _local(_muon(onebit.Muon)),
+    "local steps of Lamb": _local(onebit.Lamb),
+    "local steps of LaProp": _local(onebit.LaProp),
+    "local steps of Lion": _local(lambda params, lr: onebit.Lion(params, lr=lr / 10)),
 }
+
+
+class Regression:
+    """Parameters to train, the same on all ranks, and data that differ."""
+
+    def __init__(self, rank: int, device: torch.device, dtype: torch.dtype = torch.float32):
+        g = torch.Generator().manual_seed(0)
+        start = [torch.randn(size, generator=g) / size[-1] ** 0.5 for size in ((64, 32), (64,), (8, 64), (8,))]
+        self.params = [nn.Parameter(x.to(device, dtype)) for x in start]
+        self._data = torch.Generator().manual_seed(1 + rank)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """One step of the optimizer, and the loss before it."""
+        W, b, V, c = self.params
+        x = torch.randn(64, 32, generator=self._data).to(W)
+        loss = ((x @ W.T + b).tanh() @ V.T + c - x[:, :8].sin()).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def flat(self) -> Tensor:
+        return torch.cat([p.detach().float().flatten() for p in self.params])
 
 
 def train_alone(
     make: Make, transport: Transport, device: torch.device, block: int, steps: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, float]:
-    """This rank's parameters, and the mean of its last losses: a regression, other data on each rank."""
-    g = torch.Generator().manual_seed(0)
-    start = [torch.randn(size, generator=g) / size[-1] ** 0.5 for size in ((64, 32), (64,), (8, 64), (8,))]
-    W, b, V, c = params = [nn.Parameter(x.to(device, dtype)) for x in start]
-    optimizer = make(params, transport, block)
-    g.manual_seed(1 + transport.rank)
-    losses = []
-    for _ in range(steps):
-        x = torch.randn(64, 32, generator=g).to(device, dtype)
-        loss = ((x @ W.T + b).tanh() @ V.T + c - x[:, :8].sin()).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    """This rank's parameters, and the mean of its last losses."""
+    task = Regression(transport.rank, device, dtype)
+    optimizer = make(task.params, transport, block)
+    losses = [task.step(optimizer) for _ in range(steps)]
     if hasattr(optimizer, "sync"):
         optimizer.sync()
     last = torch.stack(losses[-max(1, steps // 4) :]).mean()
-    return torch.cat([p.detach().float().flatten() for p in params]), float(last)
+    return task.flat(), float(last)
 
 
 def train(
