@@ -32,6 +32,7 @@ from gpu_check.attention import attention_checks, attention_table
 from gpu_check.checks import kernel_checks, optimizer_checks
 from gpu_check.engine import engine_checks
 from gpu_check.forms import form_checks
+from gpu_check.members import member_checks
 from gpu_check.modes import inference_checks, offload_checks
 from gpu_check.section import Found, Outcome, Section, Setting, append, read, run
 from gpu_check.sequence import sequence_checks
@@ -94,6 +95,12 @@ SECTIONS = {
             "Other optimizers and forms",
             "Three simulated ranks: the ranks' bits, and the loss beside the host's.",
             checks=form_checks,
+        ),
+        Section(
+            "members",
+            "Members that come and go",
+            "Of three simulated members one is lost in a step as another comes: the members' bits.",
+            checks=member_checks,
         ),
         Section(
             "transports",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_check import main as check
-from gpu_check import modes, section, sequence, transports
+from gpu_check import members, modes, section, sequence, transports
 from gpu_check.checks import assert_same
 from gpu_check.forms import FORMS
 from gpu_check.section import Outcome, Section, Setting
@@ -131,6 +131,17 @@ def test_a_form_whose_ranks_differ_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(forms, "run_ranks", lambda n, work: [(torch.tensor([float(r)]), 1.0) for r in range(n)])
     with pytest.raises(AssertionError, match="rank 1 against rank 0"):
         forms.check(FORMS["OnebitMuon"], torch.device("cpu"), torch.float32, 64, 12)
+
+
+@pytest.mark.parametrize("form", members.TRIED)
+def test_members_hold_on_the_host(form: str) -> None:
+    members.check(members.TRIED[form], torch.device("cpu"), 64)
+
+
+def test_members_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members.Regression, "flat", lambda task: torch.rand(3))
+    with pytest.raises(AssertionError, match="against member a's: 3 of 3 differ"):
+        members.check(FORMS["OnebitAdam, clipped"], torch.device("cpu"), 64)
 
 
 def test_ranks_over_gloo_end_as_simulated_ones() -> None:
