@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,16 +25,16 @@ from ..checkpoint.change_world_size import (
     resize,
     warn_of_other_rank,
 )
-from ..comm import Codec, ExchangeTask
+from ..comm import Codec, ExchangeTask, Hierarchy
 from ..layout.flat import lay_out
-from ..model_parallel import local
+from ..model_parallel import ModelParallelGroup, local
 from ..step.driver import StepState
 from ..usage.contract import State, check_identity
+from .buffers import BufferMean
 from .fragment import Fragment, LocalBucket, Share
-from .intervals import Auto
-
-if TYPE_CHECKING:
-    from .local_steps import LocalSteps
+from .intervals import Auto, Interval
+from .new_world import Stepping
+from .stats import LocalTraffic
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,28 @@ _VERSION = 1
 OURS = ("anchor", "worker_error", "outer_momentum", "correction")
 
 
-def identity(optimizer: LocalSteps) -> dict[str, object]:
+class Saved(Stepping, Protocol):
+    """Local steps, as their state is saved and taken back. `LocalSteps` is one."""
+
+    codec: Codec
+    interval: Interval
+    hierarchy: Hierarchy
+    model_parallel_group: ModelParallelGroup
+    buffers: BufferMean
+    traffic: LocalTraffic
+    counts_steps: bool
+
+    def is_at_anchor(self) -> bool:
+        """Whether no step was taken since the last round."""
+
+    def resume(self, record: State) -> None:
+        """Restore the position in the run and the counts."""
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """As torch's."""
+
+
+def identity(optimizer: Saved) -> dict[str, object]:
     """The fields that a state must have to be this rank's."""
     return {
         "kind": KIND,
@@ -63,7 +84,7 @@ def identity(optimizer: LocalSteps) -> dict[str, object]:
 # ---------------------------------------------------------------- save
 
 
-def save(optimizer: LocalSteps, inner: State) -> State:
+def save(optimizer: Saved, inner: State) -> State:
     """The inner optimizer's state, and this rank's part of local steps."""
     numbers = optimizer.buckets.numbers()
     entries = {key: dict(entry) for key, entry in inner["state"].items()}
@@ -153,7 +174,7 @@ def _timetable(fragment: Fragment) -> State:
 # ---------------------------------------------------------------- load
 
 
-def load(optimizer: LocalSteps, state: State) -> None:
+def load(optimizer: Saved, state: State) -> None:
     """See `LocalSteps.load_state_dict`."""
     record = state.get("onebit")
     where = f"rank {optimizer.transport.rank}: cannot load this optimizer state: "
@@ -203,7 +224,7 @@ def _inner_part(state: State) -> State:
     return {name: value for name, value in state.items() if name != "onebit"} | {"state": entries}
 
 
-def _begin_here(optimizer: LocalSteps) -> None:
+def _begin_here(optimizer: Saved) -> None:
     """Begin with residuals of zero and the parameters as anchors: the state was the inner optimizer's alone."""
     make_equal(optimizer.transport, [local(p) for p in optimizer.buckets.params if local(p).numel() > 0])
     optimizer.adopt_parameters()
@@ -222,7 +243,7 @@ def _restore_bucket(bucket: LocalBucket, entries: Sequence[State], saved: State)
     bucket.return_to_anchor()
 
 
-def _restore_timetable(optimizer: LocalSteps, fragment: Fragment, saved: State) -> None:
+def _restore_timetable(optimizer: Saved, fragment: Fragment, saved: State) -> None:
     fragment.due, fragment.tokens, fragment.synced_at = saved["due"], saved["tokens"], saved["synced_at"]
     fragment.keeps, fragment.decays = list(saved["keeps"]), list(saved["decays"])
     fragment.lands_at, fragment.sent_at, fragment.tasks = saved["lands_at"], saved.get("sent_at"), []
@@ -246,7 +267,7 @@ def _restore_timetable(optimizer: LocalSteps, fragment: Fragment, saved: State) 
 # ---------------------------------------------------------------- states of another world
 
 
-def load_of_all_ranks(optimizer: LocalSteps, states: Sequence[State]) -> None:
+def load_of_all_ranks(optimizer: Saved, states: Sequence[State]) -> None:
     """See `LocalSteps.load_state_dicts`."""
     rank, W, local_size = optimizer.transport.rank, optimizer.transport.world_size, optimizer.hierarchy.local_size
     if len(states) == W:
@@ -265,7 +286,7 @@ def load_of_all_ranks(optimizer: LocalSteps, states: Sequence[State]) -> None:
         )
 
 
-def _as_own(optimizer: LocalSteps, state: State) -> State:
+def _as_own(optimizer: Saved, state: State) -> State:
     """Another replica's state as this rank's: that replica's parameters and inner state, residuals of zero.
 
     A state of this rank is returned unchanged. In a world of the same size an exchange under way is sent again, with
@@ -285,7 +306,7 @@ def _as_own(optimizer: LocalSteps, state: State) -> State:
     return _placed(optimizer, {**state, "state": owing_nothing(state)}, errors)
 
 
-def _placed(optimizer: LocalSteps, state: State, server_errors: Sequence[Tensor | None]) -> State:
+def _placed(optimizer: Saved, state: State, server_errors: Sequence[Tensor | None]) -> State:
     """The state of a whole world, cut for this rank of this world. server_errors: those of all ranks, by bucket."""
     own, record = identity(optimizer), dict(state["onebit"])
     if "balance" in record:

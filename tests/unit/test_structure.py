@@ -128,7 +128,6 @@ ROOMS = {
 KNOWN_CIRCLES: set[tuple[str, str]] = set()
 """Imports (who, whom) that close a circle and wait for their repair."""
 CIRCLES_BY_TYPE = [
-    ["onebit.local.local_steps", "onebit.local.state"],
     ["onebit.zero.sharded.optimizer", "onebit.zero.sharded.state"],
 ]
 """Modules that know each other, imports for type checkers and in functions included: each list only becomes shorter."""
