@@ -125,12 +125,6 @@ ROOMS = {
     "gpu_check": {"gpu_check", "bench", "faults", "train"},
 }
 """Which rooms of scripts/ may import which."""
-KNOWN_CIRCLES: set[tuple[str, str]] = set()
-"""Imports (who, whom) that close a circle and wait for their repair."""
-CIRCLES_BY_TYPE = [
-    ["onebit.zero.sharded.optimizer", "onebit.zero.sharded.state"],
-]
-"""Modules that know each other, imports for type checkers and in functions included: each list only becomes shorter."""
 
 
 def module_names(layer: str) -> dict[str, Path]:
@@ -175,16 +169,16 @@ def imported_modules(name: str, path: Path, modules: Mapping[str, Path]) -> set[
 @pytest.mark.parametrize("layers", [("onebit", "comm", "zero", "cli"), ("scripts",)], ids=lambda layers: layers[0])
 def test_no_imports_go_in_circles(layers: tuple[str, ...]) -> None:
     modules = {name: path for layer in layers for name, path in module_names(layer).items()}
-    imports = {name: imported_modules(name, path, modules) for name, path in modules.items()}
-    graph = {name: {other for other in found if (name, other) not in KNOWN_CIRCLES} for name, found in imports.items()}
+    graph = {name: imported_modules(name, path, modules) for name, path in modules.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-def test_no_modules_more_know_each_other() -> None:
-    assert circles(SCRIPTS.parent) == CIRCLES_BY_TYPE
+def test_no_modules_know_each_other_by_type() -> None:
+    """Imports for type checkers and in functions included."""
+    assert circles(SCRIPTS.parent) == []
 
 
 @pytest.mark.parametrize("room", ROOMS)

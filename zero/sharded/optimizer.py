@@ -22,7 +22,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -37,9 +36,8 @@ from ...model_parallel import detach_version_
 from ...rule import check_blocks
 from ...step.bucket_step import BucketStep, Decision, Meeting, OwnersReplied
 from ...step.driver import Driver, StepState
-from ...step.stats import Stats
 from ...step.verdict import replies_are_finite
-from ...usage.contract import Group, SharedOptions, State, check_is_switch
+from ...usage.contract import Group, SharedOptions, State, check_is_switch, load_checked
 from . import state as shard_state
 from .bucket import ShardedBucket
 from .early import EarlyFrames
@@ -47,6 +45,7 @@ from .exchange import Sharded, ShardedConfig, codec_down
 from .health import GradStats, Health
 from .masters import TakenMasters
 from .rule import ShardedRule
+from .stats import ShardStats
 from .votes import LeftOut, Votes
 
 if TYPE_CHECKING:
@@ -56,27 +55,6 @@ WARMUP_STEPS = 64
 PATIENCE_S, VAIN_STEPS = 1.0, 3
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class ShardStats(Stats):
-    """Facts about the last step; see `onebit.step.stats.Stats`.
-
-    Attributes:
-        phase: "warmup", "compressed", or "local" if the step sends nothing.
-        is_skipped: Whether any bucket was skipped; below stage 2, all of them.
-        bounded_steps: Steps so far in which this rank's gradients had more than four times the ranks' usual norm, and
-            were scaled down to that (`bounds.py`).
-        health: `health.Health.ratio`, one step late: votes carry the sums of the step before.
-        agreement: `health.Health.agreement`, of the same step.
-        offset: `health.Health.offset`, up to the same step.
-    """
-
-    is_skipped: bool = False
-    bounded_steps: int = 0
-    health: float = 0.0
-    agreement: float = 0.0
-    offset: float = 0.0
 
 
 class ShardedOptions(SharedOptions, total=False):
@@ -553,7 +531,8 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         """
         self._check_gradients("load_state_dict()")
         self._drop_step()
-        shard_state.load(self, state_dict)
+        state = load_checked(self, state_dict, lambda state: shard_state.check(self, state))
+        shard_state.load(self, state)
         self.overlap.look_ahead()
         self._resume()
 

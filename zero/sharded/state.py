@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ...checkpoint.change_world_size import check_own, resize
-from ...comm import SignCodec
+from ...comm import SignCodec, Transport
+from ...layout.buckets import Buckets
 from ...layout.masters import NAME as MASTER
 from ...layout.masters import check_master
-from ...usage.contract import State, check_identity, check_saved_groups, load_checked
+from ...step.clip import Clipper
+from ...usage.contract import Group, State, check_identity, check_saved_groups
+from .bounds import Bounds
 from .bucket import ShardedBucket
-from .health import GradStats
-
-if TYPE_CHECKING:
-    from .optimizer import ShardedOnebitOptimizer
+from .exchange import Sharded
+from .health import GradStats, Health
+from .masters import TakenMasters
+from .rule import ShardedRule
+from .stats import ShardStats
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +36,31 @@ _VERSION = 1
 _CHUNKS = ("variance", "owned", "mean")
 
 
-def identity(optimizer: ShardedOnebitOptimizer) -> dict[str, object]:
+class ShardOwner(Protocol):
+    """A sharded optimizer, as its state is saved and taken back. `ShardedOnebitOptimizer` is one."""
+
+    param_groups: list[Group]
+    state: Any  # torch's defaultdict
+    transport: Transport
+    rule: ShardedRule
+    placement: Sharded
+    buckets: Buckets[ShardedBucket]
+    masters: TakenMasters
+    momentum_dtype: torch.dtype
+    clipper: Clipper
+    bounds: Bounds
+    stats: ShardStats
+    grad_stats: GradStats
+    health: Health
+
+    def publish(self, bucket: ShardedBucket) -> None:
+        """Show the bucket's state."""
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """As torch's."""
+
+
+def identity(optimizer: ShardOwner) -> dict[str, object]:
     """Return the entries that a state must have to be this rank's."""
     config, transport = optimizer.placement.config, optimizer.transport
     return {
@@ -48,7 +76,7 @@ def identity(optimizer: ShardedOnebitOptimizer) -> dict[str, object]:
 # ---------------------------------------------------------------- save
 
 
-def save(optimizer: ShardedOnebitOptimizer, state: State) -> State:
+def save(optimizer: ShardOwner, state: State) -> State:
     """Add this rank's chunks and the optimizer's counters to torch's state, under "onebit"."""
     for bucket in optimizer.buckets:
         bucket.masters.settle()
@@ -82,25 +110,8 @@ def bucket_records(buckets: Sequence[ShardedBucket], codec: SignCodec) -> list[S
 # ---------------------------------------------------------------- load
 
 
-def load(optimizer: ShardedOnebitOptimizer, state_dict: State) -> None:
-    """Check a state and take it over. Raises ValueError, before anything is changed, if it is not this rank's."""
-    state = load_checked(optimizer, state_dict, lambda state: _check(optimizer, state))
-    entries, record = {p: entry for _, p, entry in optimizer.buckets.saved_entries(state)}, state["onebit"]
-    optimizer.state.clear()
-    for bucket, saved in zip(optimizer.buckets, record["buckets"], strict=True):
-        restore(bucket, saved, [entries[p] for p in bucket.params])
-        optimizer.publish(bucket)
-    optimizer.clipper.average = tuple(record["clip_average"])
-    optimizer.stats.skipped_steps = record["skipped_steps"]
-    optimizer.stats.bounded_steps = record.get("bounded_steps", 0)  # older states have no bounds
-    optimizer.bounds.load_record(record.get("usual_norms", {}))
-    optimizer.grad_stats = GradStats(**record["grad_stats"])
-    optimizer.health.load(record["health"])
-    optimizer.masters.restored()
-    optimizer.rule.load_record(record)
-
-
-def _check(optimizer: ShardedOnebitOptimizer, state: State) -> None:
+def check(optimizer: ShardOwner, state: State) -> None:
+    """Raise ValueError if a state is not this rank's. Changes nothing."""
     rank, record = optimizer.transport.rank, state.get("onebit")
     where = f"rank {rank}: cannot load this optimizer state: "
     check_saved_groups(where, state["param_groups"], optimizer.param_groups)
@@ -117,6 +128,23 @@ def _check(optimizer: ShardedOnebitOptimizer, state: State) -> None:
     for name, p, entry in optimizer.buckets.saved_entries(state):
         check_entry(entry, p, name, optimizer.momentum_dtype, rank)
         check_master(f"rank {rank}: cannot load this optimizer state: ", name, entry, p)
+
+
+def load(optimizer: ShardOwner, state: State) -> None:
+    """Take over a state, which was checked."""
+    entries, record = {p: entry for _, p, entry in optimizer.buckets.saved_entries(state)}, state["onebit"]
+    optimizer.state.clear()
+    for bucket, saved in zip(optimizer.buckets, record["buckets"], strict=True):
+        restore(bucket, saved, [entries[p] for p in bucket.params])
+        optimizer.publish(bucket)
+    optimizer.clipper.average = tuple(record["clip_average"])
+    optimizer.stats.skipped_steps = record["skipped_steps"]
+    optimizer.stats.bounded_steps = record.get("bounded_steps", 0)  # older states have no bounds
+    optimizer.bounds.load_record(record.get("usual_norms", {}))
+    optimizer.grad_stats = GradStats(**record["grad_stats"])
+    optimizer.health.load(record["health"])
+    optimizer.masters.restored()
+    optimizer.rule.load_record(record)
 
 
 def check_entry(entry: State, p: Tensor, name: str, momentum_dtype: torch.dtype, rank: int) -> None:
@@ -147,7 +175,7 @@ def restore(bucket: ShardedBucket, saved: State, entries: Sequence[State]) -> No
 # ---------------------------------------------------------------- of all ranks of another world
 
 
-def load_of_all_ranks(optimizer: ShardedOnebitOptimizer, states: Sequence[State]) -> None:
+def load_of_all_ranks(optimizer: ShardOwner, states: Sequence[State]) -> None:
     """See `ShardedOnebitOptimizer.load_state_dicts`."""
     rank, world_size = optimizer.transport.rank, optimizer.transport.world_size
     if len(states) == world_size:
