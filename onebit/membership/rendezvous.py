@@ -388,6 +388,8 @@ class Rendezvous:
         epoch = 1 if before is None else before.epoch + 1
         began, silences, writes = time.monotonic(), _Silences(self._store), 0
         while (roster := self._read_roster(epoch)) is None:
+            if before is None and (newest := self._newest()) is not None and newest.epoch > epoch:
+                return newest  # no new run: the store had come back empty, and the members have told it of theirs
             now, (arrived, suspects) = time.monotonic(), self._arrived(epoch)
             if self.name not in arrived:  # at first, and again once the store has come back empty
                 if (writes := writes + 1) > MOST_WRITES:  # something else writes there

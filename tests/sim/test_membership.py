@@ -1329,6 +1329,32 @@ def test_a_member_that_waits_comes_again_if_the_rendezvous_comes_back_empty() ->
             a.leave(), b.leave()
 
 
+def test_a_newcomer_finds_the_run_that_the_rendezvous_had_forgotten() -> None:
+    """It came to the empty one before the members did, and took itself for a founder."""
+    hub = Hub(2)
+    a, b = (hub.members(name, [INF]).rendezvous for name in "ab")
+    with ThreadPoolExecutor() as pool:
+        first, _ = pool.map(lambda one: one.meet(None), (a, b))
+        second, _ = pool.map(lambda one: one.meet(first), (a, b))
+        a.begin()
+        hub.store = HashStore()
+        n = hub.members("n", [INF]).rendezvous
+        of_n = pool.submit(n.meet, None)
+        while hub.store.add("here/1", 0) == 0:
+            time.sleep(0.01)
+        for one in (a, b):
+            one._store._store = one._beats._store = hub.store
+        try:
+            deadline = time.monotonic() + 10
+            while hub.store.add("here/3", 0) == 0 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert {roster.epoch for roster in pool.map(lambda one: one.meet(second), (a, b))} == {3}
+            assert set(of_n.result(10).names) == {"a", "b", "n"}
+        finally:
+            hub.store.set("ended", "yes")
+            a.leave(), b.leave(), n.leave()
+
+
 def test_a_newcomer_that_asks_for_a_copy_asks_again_if_the_rendezvous_comes_back_empty() -> None:
     """Its question is gone, and the numbers of questions begin anew."""
     hub, giver = Hub(1), Mock()
