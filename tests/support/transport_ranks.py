@@ -417,7 +417,9 @@ def of_first(W: int) -> Transport | None:
 def _on_gloo(group: torch.distributed.ProcessGroup, timeout_s: float = 20.0) -> Transport:
     from onebit.comm.transports.torch_distributed import TorchTransport
 
-    return TorchTransport(group, timeout_s)
+    transport = TorchTransport(group, 20.0)  # on a busy machine the store may need a while
+    transport.timeout_s = timeout_s
+    return transport
 
 
 def _on_mpi(comm: object, timeout_s: float = 20.0, **options: int) -> Transport:
