@@ -28,8 +28,8 @@ def limited(limit_mb: int, name: str = "") -> Iterator[Callable[[], None]]:
         return
     group = CGROUP / f"onebit-{os.getpid()}{name}"
     group.mkdir(exist_ok=True)
-    (group / "memory.limit_in_bytes").write_text(str(limit_mb << 20))
     try:
+        (group / "memory.limit_in_bytes").write_text(str(limit_mb << 20))
         yield lambda: _enter(group)
     finally:
         group.rmdir()

@@ -86,6 +86,7 @@ def trains(tokens: int, way: str, ranks: int, args: argparse.Namespace) -> bool:
             its_env = env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
             enter = stack.enter_context(limited(args.limit_mb, f"-{rank}"))
             process = subprocess.Popen(command, env=its_env, preexec_fn=enter, stdout=errors, stderr=errors)
+            stack.callback(_end, process)  # before its limit goes
             started.append((process, errors))
         ended = [process.wait() for process, _ in started]
         if KILLED not in ended and any(ended):
@@ -93,6 +94,11 @@ def trains(tokens: int, way: str, ranks: int, args: argparse.Namespace) -> bool:
             errors.seek(0)
             raise RuntimeError(f"{way}, {tokens} tokens on {ranks} ranks: {errors.read()[-2000:]}")
     return not any(ended)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
 def longest(works: Callable[[int], bool], guess: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 import onebit
 from gpu_check.checks import assert_same
@@ -94,9 +95,6 @@ class Regression:
         optimizer.zero_grad()
         return loss.detach()
 
-    def flat(self) -> Tensor:
-        return torch.cat([p.detach().float().flatten() for p in self.params])
-
 
 def train_alone(
     make: Make, transport: Transport, device: torch.device, block: int, steps: int, dtype: torch.dtype = torch.float32
@@ -108,7 +106,7 @@ def train_alone(
     if hasattr(optimizer, "sync"):
         optimizer.sync()
     last = torch.stack(losses[-max(1, steps // 4) :]).mean()
-    return task.flat(), float(last)
+    return parameters_to_vector(task.params).detach().float(), float(last)
 
 
 def train(

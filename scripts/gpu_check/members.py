@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from faults.member_runs import Hub, Killed, founded
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 from gpu_check.checks import assert_same
 from gpu_check.forms import FORMS, Make, Regression
@@ -45,7 +46,7 @@ def check(make: Make, device: torch.device, block: int) -> None:
         if hasattr(optimizer, "sync"):
             optimizer.sync()
         end(optimizer)
-        return task.flat(), (members.lost, members.joined)
+        return parameters_to_vector(task.params).detach(), (members.lost, members.joined)
 
     run = founded(hub, work, [float("inf")] * 3)
     if hub.holds.wait(30):

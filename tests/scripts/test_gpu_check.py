@@ -139,7 +139,7 @@ def test_members_hold_on_the_host(form: str) -> None:
 
 
 def test_members_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members.Regression, "flat", lambda task: torch.rand(3))
+    monkeypatch.setattr(members, "parameters_to_vector", lambda params: torch.rand(3))
     with pytest.raises(AssertionError, match="against member a's: 3 of 3 differ"):
         members.check(FORMS["OnebitAdam, clipped"], torch.device("cpu"), 64)
 
