@@ -1,5 +1,5 @@
 """The engine on the device, beside the host's: stages, precisions and offload of two replicas of two ranks; a decoder
-of transformers divided into stages and slices.
+of transformers divided into stages and slices, its sequences into pieces.
 """
 
 from __future__ import annotations
@@ -32,8 +32,14 @@ OPTIMIZERS = {
     "ZeroOneAdam": {"lr": 1e-2, "local_step_scaler": 8, "local_step_clipper": 4},
 }
 ALWAYS = {"compression": "always"}  # "auto" goes by the time that messages take
-SLICES, STAGES = {"onebit": ALWAYS | {"tensor": 2}}, {"pipeline": {"stages": 2}}
-LAYOUTS: dict[str, dict] = {"two slices": SLICES, "two stages": STAGES, "two stages of two slices": SLICES | STAGES}
+SLICES, STAGES, PIECES = {"onebit": ALWAYS | {"tensor": 2}}, {"pipeline": {"stages": 2}}, {"sequence_parallel_size": 2}
+LAYOUTS: dict[str, dict] = {
+    "two slices": SLICES,
+    "two stages": STAGES,
+    "two stages of two slices": SLICES | STAGES,
+    "sequences of two ranks": PIECES,
+    "two stages, sequences of two ranks": STAGES | PIECES,
+}
 
 
 def _config(kind: str, stage: int, low: str = "", offload: bool = False, micros: int = 1, **blocks: Any) -> dict:
@@ -91,7 +97,7 @@ def train(
     config: Mapping[str, Any], grid: Grid, device: torch.device, steps: int, folder: Path
 ) -> tuple[dict[str, Tensor], list]:
     """This rank's weights, whole, and the losses of all steps. Before the last one it saves and loads a checkpoint."""
-    if "pipeline" in config or "tensor" in config.get("onebit", {}):
+    if {"pipeline", *PIECES} & config.keys() or "tensor" in config.get("onebit", {}):
         return _train_decoder(config, device, steps, folder)
     torch.manual_seed(0)
     model = Model().to(device)

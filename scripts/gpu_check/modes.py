@@ -1,4 +1,5 @@
-"""Offload and inference on the device: modes of offload against each other, a served model against the host's."""
+"""Offload and inference on the device: modes of offload against each other, a served model against the host's, a
+running batch against each of its requests alone."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from train.model import ModelSize, build_model
 
 from gpu_check.checks import assert_same
 from gpu_check.section import Outcome, Setting, outcome
-from onebit.zero import Offload, init_inference
+from onebit.zero import ContinuousBatch, Offload, init_inference
 
+BATCHED = ("GPT-2", "Mistral", "Gemma-3", "Mixtral", "T5", "BART")  # models of `study.model_cases`
 LARGEST_GAP = {"fp32": 1e-3, "bf16": 5e-2, "int8": 5e-2}  # of logits, to the largest of the host's in float32
 
 
@@ -61,6 +63,26 @@ def check_inference(dtype: str, is_compiled: bool, setting: Setting) -> None:
             assert_same("greedy tokens of a row alone against those in a batch", alone[0], whole)
 
 
+def check_batch(name: str, dtype: str, setting: Setting) -> None:
+    """Requests that come while others are answered, more than there are rows: greedy tokens are those of each alone."""
+    from study.model_cases import SERVED  # needs transformers
+
+    engine = init_inference(SERVED[name].build(0.2).eval().to(setting.device), dtype=dtype, max_out_tokens=16)
+    generator = torch.Generator().manual_seed(0)
+    asked = [(torch.randint(3, 60, (length,), generator=generator), most)
+             for length, most in ((1, 9), (10, 6), (4, 12), (7, 1), (2, 14))]  # fmt: skip
+    batch, requests = ContinuousBatch(engine, rows=2, chunk=4), []
+    while asked or batch.running or batch.waiting:
+        if asked:
+            prompt, most = asked.pop()
+            alone = engine.generate([prompt.to(setting.device)], max_new_tokens=most, eos_token_id=[])[0]
+            requests.append((batch.add(prompt, max_new_tokens=most, eos_token_id=[]), alone[-most:]))
+        batch.step()
+    batch.close()
+    for request, alone in requests:
+        assert_same(f"tokens of {len(request.prompt)} and more", torch.tensor(request.tokens), alone.cpu())
+
+
 def offload_checks(setting: Setting) -> Iterator[Outcome]:
     for dtype in (torch.float32, torch.bfloat16):
         for mode in ("state", "gradients", "full"):
@@ -74,3 +96,6 @@ def inference_checks(setting: Setting) -> Iterator[Outcome]:
         for is_compiled in (False,) if setting.is_rehearsal else (False, True):
             name = f"inference: {dtype}, {'compiled' if is_compiled else 'eager'}"
             yield outcome(name, functools.partial(check_inference, dtype, is_compiled, setting))
+    for name in BATCHED:
+        for dtype in ("fp32", "int8"):
+            yield outcome(f"running batch: {name}, {dtype}", functools.partial(check_batch, name, dtype, setting))

@@ -24,10 +24,8 @@ import torch
 from provenance import refuse_dirty_tree, revision
 from reports import add_missing, append, read_lines
 from study.catalog import load_task
-from study.run import WEIGHT_DECAY
 from study.tasks import Task
 from torch import Tensor
-from train.model import decay_groups
 from train.schedule import train_steps
 
 from onebit import comm
@@ -80,7 +78,7 @@ def _train(run: Run, task: Task, transport: Transport | None) -> tuple[float, di
     model, device = task.build(run.seed).to(run.device), torch.device(run.device)
     make = WAYS[run.way].make
     assert make is not None
-    optimizer = make(decay_groups(model, WEIGHT_DECAY), transport, run.steps)
+    optimizer = make(WAYS[run.way].groups(model), transport, run.steps)
     counter = optimizer if hasattr(optimizer, "sent_bytes") else transport
     sent, phases = 0 if counter is None else counter.sent_bytes, Counter[str]()
     together = range(1 if WAYS[run.way].is_alone else run.ranks)

@@ -13,10 +13,13 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from study.run import WEIGHT_DECAY, DenseMuon, muon_groups
+from torch import nn
+from train.model import decay_groups
 
 import onebit
 from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
-from onebit.cli.doctor.contenders import Contender, Ddp, DdpBfloat16, EmulatedModel, Onebit, PowerSgd
+from onebit.cli.doctor.contenders import LR, Contender, Ddp, DdpBfloat16, EmulatedModel, Onebit, PowerSgd
 from onebit.comm import Codec, IdentityCodec, Int8Codec, Log4Codec, SignCodec, Transport
 from onebit.zero import ShardedOnebitAdam
 from time_to_loss.deepspeed import Stepped
@@ -49,7 +52,7 @@ class Way:
     are timed together, as the traffic of each travels under the next. full_steps: timed ones in the phase "warmup",
     where the optimizer has no phases of its own. loss_of, time_of: the way whose loss, or whose seconds, this one has
     too; seconds where it was not timed itself. is_alone: it trains on one rank's batches. is_deepspeeds: its ranks are
-    processes of DeepSpeed's environment.
+    processes of DeepSpeed's environment. groups(model): the parameter groups that `make` is given.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Way:
     time_of: str = ""
     needs_group: bool = False
     is_deepspeeds: bool = False
+    groups: Callable[[nn.Module], Groups] = lambda model: decay_groups(model, WEIGHT_DECAY)
 
 
 def phase_of(optimizer: Any) -> str:
@@ -100,6 +104,14 @@ def _clipped(way: Way) -> Way:
         return contender
 
     return replace(way, name=f"{way.name}, clipped", timed=timed, make=None, loss_of=way.loss_of or way.name)
+
+
+class _MuonInBfloat16(DdpBfloat16):
+    """Its matrices are all hidden ones: their Newton-Schulz iterations are computed, not slept."""
+
+    def __init__(self, model: EmulatedModel, transport: Transport):
+        super().__init__(model, transport)
+        self.optimizer = torch.optim.Muon(model.parameters(), lr=LR, adjust_lr_fn="match_rms_adamw")
 
 
 def _demo() -> Way:
@@ -227,6 +239,20 @@ def _with_phases(kind: Callable[..., Any], **options: Any) -> Callable[..., Any]
     return make
 
 
+def _onebit_muon() -> Way:
+    def timed(params: Any, lr: float, transport: Transport) -> onebit.OnebitMuon:
+        groups, options = [{"params": list(params), "use_muon": True}], {"freeze_step": WARM, "check_replicas_every": 0}
+        return onebit.OnebitMuon(groups, lr=lr, transport=transport, compression="always", **options)
+
+    return Way(
+        "OnebitMuon",
+        partial(Onebit, make=timed),
+        lambda groups, transport, steps: onebit.OnebitMuon(groups, transport=transport),
+        phases=("warmup", "compressed"),
+        groups=muon_groups,
+    )
+
+
 def _ours(name: str, kind: Callable[..., Any], phases: Sequence[str], timed: dict | None = None, **options: Any) -> Way:
     """timed: options in place of a run's, so that all phases come soon."""
     return Way(
@@ -278,6 +304,10 @@ WAYS = {
         Way("DDP float32", Ddp, _dense, is_one_worker=True, needs_group=True),
         Way("DDP bfloat16", DdpBfloat16, loss_of="DDP float32", needs_group=True),
         _clipped(Way("DDP bfloat16", DdpBfloat16, loss_of="DDP float32", needs_group=True)),
+        Way(
+            "Muon, DDP bfloat16", _MuonInBfloat16, lambda groups, transport, steps: DenseMuon(groups),
+            is_one_worker=True, needs_group=True, groups=muon_groups,
+        ),
         _power_sgd(1),
         _clipped(_power_sgd(1)),
         _power_sgd(4),
@@ -297,6 +327,7 @@ WAYS = {
         _ours("OnebitAdam, delay 1", onebit.OnebitAdam, _ADAM, delay=1),
         _ours("ZeroOneAdam", onebit.ZeroOneAdam, ("variance", "compressed"), _ZERO_ONE),
         _zero_one_local(8),
+        _onebit_muon(),
         _sharded("int4"),
         _sharded("sign"),
         _sharded("int4", stage=2),
@@ -316,4 +347,4 @@ WAYS = {
             for every, often in ((8, 0), (32, 0), (32, 4))
         ),
     )
-}
+}  # fmt: skip

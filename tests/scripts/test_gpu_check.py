@@ -153,6 +153,23 @@ def test_modes_hold_on_the_host() -> None:
     modes.check_inference("fp32", False, SETTING)
 
 
+@pytest.mark.parametrize(
+    "name", [*modes.BATCHED[:1], *(pytest.param(k, marks=pytest.mark.slow) for k in modes.BATCHED[1:])]
+)
+def test_running_batches_hold_on_the_host(name: str) -> None:
+    pytest.importorskip("transformers", reason="pip install onebit[transformers]")
+    modes.check_batch(name, "fp32", SETTING)
+
+
+def test_a_batch_with_other_answers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here their prompts are read backwards."""
+    pytest.importorskip("transformers", reason="pip install onebit[transformers]")
+    add = modes.ContinuousBatch.add
+    monkeypatch.setattr(modes.ContinuousBatch, "add", lambda batch, prompt, **how: add(batch, prompt.flip(0), **how))
+    with pytest.raises(AssertionError, match="tokens of 2 and more"):
+        modes.check_batch("GPT-2", "fp32", SETTING)
+
+
 def test_split_sequences_hold_on_the_host_in_operations_of_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_has_kernel", lambda q, v: False)
     found = list(sequence.sequence_checks(SETTING))

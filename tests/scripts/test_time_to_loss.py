@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +13,7 @@ import numpy
 import pytest
 import torch
 from bench.peer_deepspeed import ROOT, python, why_not_prepared
+from study.tasks import LargeLM
 from time_to_loss import losses, report
 from time_to_loss.losses import Found, Run
 from time_to_loss.main import main
@@ -329,6 +331,19 @@ def test_steps_are_those_of_deepspeeds_engine(kind: str, options: dict, tmp_path
     command = ["env", f"PYTHONPATH={ROOT}:{ROOT / 'scripts'}", *python(), *torchrun, str(script), kind, repr(options)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEEPSPEED_S)
     assert ended.returncode == 0, ended.stderr[:3000]
+
+
+def test_the_command_for_a_gpu_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of docs/gpu.md, by every way that trains here, on the host: a tiny model takes the large one's place."""
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    (words,) = re.findall(r"bench.py time_to_loss (losses --task large-lm .*) --results", page)
+    monkeypatch.setattr(LargeLM, "size", "tiny")
+    ways = [name for name, way in WAYS.items() if not way.is_deepspeeds and way.make is not None]
+    smaller = ["--device", "cpu", "--rows", "1", "--ranks", "2", "--lengths", "2"]
+    main([*words.split(), *smaller, "--results", str(tmp_path / "large.jsonl"), "--ways", *ways])
+    found = losses.read(tmp_path / "large.jsonl")
+    assert [one.run.way for one in found] == ways and {one.run.task for one in found} == {"large-lm"}
+    assert all(1 < one.loss < 10 for one in found)
 
 
 def test_one_alone_has_one_ranks_batches(monkeypatch: pytest.MonkeyPatch) -> None:
