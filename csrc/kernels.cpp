@@ -104,6 +104,7 @@ struct MomentumJob {
   int64_t m_stride;
   const float* m;  // or this
   float keep, add, own, unscale;
+  float* sums;  // those of SumsJob; may be null
 };
 
 // The residual of accumulated gradients is both error and residual; if it must not change, no residual is passed.
@@ -299,7 +300,7 @@ void encode_rows(const Kernel& kernel, const EncodeJob& job, int64_t K, int64_t 
 }  // namespace
 
 // Raise it together with cpu.py's when a signature or a frame changes: a library built from older sources is then refused.
-ONEBIT_API int onebit_abi_version() { return 9; }
+ONEBIT_API int onebit_abi_version() { return 10; }
 
 ONEBIT_API int onebit_best_isa() { return best_isa(); }
 
@@ -388,8 +389,8 @@ ONEBIT_API int onebit_sign_encode_momentum(void* const* grads, const int32_t* gr
                                            const float* m, double keep, double add, double own, double unscale,
                                            const void* error, int error_kind, uint8_t* frames, int64_t frame_stride,
                                            int64_t frame_bytes, const int32_t* counts, int64_t counts_stride,
-                                           void* residual, int residual_kind, int64_t K, int64_t J, int64_t block,
-                                           int mean_abs, int isa, int threads) {
+                                           void* residual, int residual_kind, float* sums, int64_t K, int64_t J,
+                                           int64_t block, int mean_abs, int isa, int threads) {
   const Kernels* kernels = kernels_for(isa);
   if (!kernels) return 1;
   const MomentumJob job{{error, static_cast<FloatKind>(error_kind), frames, frame_stride, counts, counts_stride, residual,
@@ -397,7 +398,7 @@ ONEBIT_API int onebit_sign_encode_momentum(void* const* grads, const int32_t* gr
                         {grads, grad_kinds, first, numels, segments},
                         D, floor, static_cast<float>(correction), static_cast<float>(eps), m_frames, m_stride, m,
                         static_cast<float>(keep), static_cast<float>(add), static_cast<float>(own),
-                        static_cast<float>(unscale)};
+                        static_cast<float>(unscale), sums};
   clear_tails(frames, frame_stride, K, frame_bytes, J * (block / 8) + 2 * J);
   run(kernels->fused.encode_momentum, job, K * J, threads);
   return 0;

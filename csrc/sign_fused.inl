@@ -161,6 +161,18 @@ ONEBIT_TARGET inline const void* block_of(const PointersJob& tensors, int64_t s,
   return room;
 }
 
+// Sums of g² and g·(m·D) over the block that the source has entered.
+ONEBIT_TARGET inline void sum_block(const MomentumSource& source, int64_t block, float* sums) {
+  Lanes squares = Lanes::splat(0.0f), products = squares;
+  for (int64_t i = 0; i < block && source.grad_kind != FloatKind::kNone; i += kLanes) {
+    const Lanes g = load_as(source.grad, source.grad_kind, i);
+    squares = squares + g * g;
+    products = products + g * (source.old(i) * source.divisor(i));
+  }
+  sums[0] = squares.sum_in_halves();
+  sums[1] = products.sum_in_halves();
+}
+
 ONEBIT_TARGET void encode_momentum(const MomentumJob& job, int64_t begin, int64_t end) {
   const int64_t block = job.to.block;
   std::vector<float> memory(2 * block);
@@ -175,6 +187,7 @@ ONEBIT_TARGET void encode_momentum(const MomentumJob& job, int64_t begin, int64_
     source.grad = segment.is_inside() ? block_of(job.grads, segment.s, b, block, room) : nullptr;
     source.enter(job, b, at.k, at.j, job.to.J, block);
     encode_from(source, job.to, at.k, at.j, c);
+    if (job.sums) sum_block(source, block, job.sums + 2 * b);  // while all that it reads is in the nearest cache
   }
 }
 
@@ -355,19 +368,10 @@ ONEBIT_TARGET void momentum_sums(const SumsJob& job, int64_t begin, int64_t end)
   BlockAt at(begin, job.J);
   SegmentAt segment(job.grads, begin, block);
   for (int64_t b = begin; b < end; ++b, at.next(), segment.next()) {
-    const FloatKind kind = segment.is_inside() ? static_cast<FloatKind>(job.grads.kinds[segment.s]) : FloatKind::kNone;
-    Lanes squares = Lanes::splat(0.0f), products = squares;
-    if (kind != FloatKind::kNone) {
-      const void* grad = block_of(job.grads, segment.s, b, block, room.data());
-      source.enter(job, b, at.k, at.j, job.J, block);
-      for (int64_t i = 0; i < block; i += kLanes) {
-        const Lanes g = load_as(grad, kind, i);
-        squares = squares + g * g;
-        products = products + g * (source.old(i) * source.divisor(i));
-      }
-    }
-    job.sums[2 * b] = squares.sum_in_halves();
-    job.sums[2 * b + 1] = products.sum_in_halves();
+    source.grad_kind = segment.is_inside() ? static_cast<FloatKind>(job.grads.kinds[segment.s]) : FloatKind::kNone;
+    source.grad = segment.is_inside() ? block_of(job.grads, segment.s, b, block, room.data()) : nullptr;
+    source.enter(job, b, at.k, at.j, job.J, block);
+    sum_block(source, block, job.sums + 2 * b);
   }
 }
 

@@ -306,11 +306,17 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if is_new:
             is_early = self._estimates_norm and not self._clips_before_sending
             self._sent_factor = self.clipper.expected if is_early else 1.0
+            self.placement.sums_gradients = is_early
+            self._forget_sums()
 
     @property
     def _is_delayed(self) -> bool:
         """Whether the step that has begun lands in the next one."""
         return self.delay > 0 and not any(map(self.rule.averages_gradients, self.buckets))
+
+    def _forget_sums(self) -> None:
+        for bucket in self.buckets:
+            bucket.sums_WJ2 = None
 
     def _next_complete(self) -> Bucket | None:
         """The next bucket to send, if all of its gradients are complete."""
@@ -607,6 +613,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
                 norm_squared, product = self._norm.own_sums(scale)
                 mine = replace(mine, norm_squared=norm_squared, product=product)
             else:
+                if resends:  # what was encoded has changed
+                    self._forget_sums()
                 sums = self._norm.own_sums_on_device(scale)
         with self._waited.running():
             return Ballot.cast(self.transport, header, mine, self.buckets[0].device, sums)

@@ -187,10 +187,12 @@ class FusedCodec(Codec):
 
         Args:
             momentum: Gradients, denominator, old momentum and weights. Only read.
-            out: Carried error, frames and residual.
+            out: Carried error, frames and residual, and perhaps sums.
         """
         old_KN = self._unpacked(momentum, out.residual_KN.shape[1])
         self._send(reference.momentum_of(momentum, old_KN), out)
+        if out.sums_KJ2 is not None:
+            reference.sums_of(momentum, old_KN, out.sums_KJ2)
 
     def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
         """p ← keep·p + weight·value, with the values of these frames.

@@ -137,7 +137,9 @@ class Edge:
         K, J = self._check_encode_output(frame, out, block=block)
         self._check_made_of(momentum, K, J, block)
         self._check_old(frame, momentum, K, J, block)
-        self._check_one_device(momentum.old, out.residual_KN, *momentum.grads)
+        if out.sums_KJ2 is not None:
+            self._check_sums(out.sums_KJ2, K, J)
+        self._check_one_device(momentum.old, out.residual_KN, out.sums_KJ2, *momentum.grads)
         return K, J
 
     def check_local_step(self, step: LocalStep, *, block: int) -> tuple[int, int]:
@@ -168,7 +170,7 @@ class Edge:
     ) -> tuple[int, int]:
         """(K, J)."""
         K, J, _ = sums_KJ2.shape
-        self._check_flat("sums", sums_KJ2.view(K * J, -1), (torch.float32,), (K * J, 2))
+        self._check_sums(sums_KJ2, K, J)
         self._check_made_of(momentum, K, J, block)
         self._check_old(frame, momentum, K, J, block)
         self._check_one_device(momentum.old, sums_KJ2, *momentum.grads)
@@ -213,6 +215,9 @@ class Edge:
             self._check_flat("floor", D.floor_KJ, (torch.float32,), (K, J))
         else:
             self._check_flat("D", D, (torch.float32,), (K, J * block))
+
+    def _check_sums(self, sums_KJ2: Tensor, K: int, J: int) -> None:
+        self._check_flat("sums", sums_KJ2.view(K * J, -1), (torch.float32,), (K * J, 2))
 
     def _check_old(self, frame: Frame, momentum: MomentumInputs, K: int, J: int, block: int) -> None:
         if momentum.is_packed:

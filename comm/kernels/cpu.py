@@ -81,7 +81,7 @@ def encode_mean(received_WB: Tensor, out: EncodeOutput, *, block: int, scale: st
 def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, scale: str, isa: str = "auto") -> None:
     """frames ← frames of c, the new momentum plus the residual (rule 6); residual ← c - decode(frames).
 
-    One pass: reads gradients in place, D, the old momentum and the error; writes frames and residual. A gradient
+    One pass: reads gradients in place, D, the old momentum and the error; writes frames, residual and sums. A gradient
     that is neither float32 nor bfloat16, or not contiguous, is copied first.
     """
     check_scale(scale)
@@ -107,6 +107,7 @@ def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, 
         out.frames_KB.shape[1],
         *_rows(out.counts_KJ),
         *_typed(out.residual_KN),
+        _address(out.sums_KJ2),
         K,
         J,
         block,
@@ -409,7 +410,7 @@ def _declare(library: ctypes.CDLL) -> None:
     )  # fmt: skip
     library.onebit_sign_encode_momentum.argtypes = (
         *tensors, pointer, pointer, real, real, *rows, pointer, real, real, real, real, *typed, *rows, size, *rows,
-        *typed, size, size, size, flag, flag, flag,
+        *typed, pointer, size, size, size, flag, flag, flag,
     )  # fmt: skip
     library.onebit_sign_apply.argtypes = (*rows, size, size, size, *tensors, pointer, pointer, flag, flag)
     library.onebit_local_step.argtypes = (
@@ -433,7 +434,7 @@ def _declare(library: ctypes.CDLL) -> None:
 _library = SharedLibrary(
     Path(__file__).with_name("_kernels.so"),
     prefix="onebit",
-    abi_version=9,
+    abi_version=10,
     declare=_declare,
     log=logging.getLogger(__name__),
     without="the codecs run on the pure-torch reference, about ten times slower",

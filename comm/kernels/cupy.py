@@ -159,6 +159,8 @@ def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, 
         J,
         int(scale == "mean_abs"),
     )
+    if out.sums_KJ2 is not None:
+        momentum_sums(momentum, out.sums_KJ2, block=block)
 
 
 def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None:

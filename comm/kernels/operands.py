@@ -168,12 +168,15 @@ class EncodeOutput:
         frames_KB: uint8 [K, B], overwritten.
         counts_KJ: int32 [K, J], real elements of each block. None: all are real.
         residual_KN: New residual, float32 or bfloat16 [K, N], overwritten; may be the memory of error_KN.
+        sums_KJ2: Of a momentum, what `momentum_sums` computes from the same inputs, float32 [K, J, 2], overwritten.
+            Default None: not needed.
     """
 
     error_KN: Tensor | None
     frames_KB: Tensor
     counts_KJ: Tensor | None
     residual_KN: Tensor
+    sums_KJ2: Tensor | None = None
 
 
 @dataclass(frozen=True)

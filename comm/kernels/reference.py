@@ -53,7 +53,8 @@ The residual of frames whose gradients turn out to have another factor, after th
 
 The norm by which gradients are clipped that are not averaged yet:
 12. `momentum_sums`: sums of g² and g·(m·D) of each block, in lanes as in rule 2, D and m as in rule 6; +0.0 without a
-   gradient. Everything in float32, each operation rounded once.
+   gradient. Everything in float32, each operation rounded once. `encode_momentum` computes them too if it is asked to,
+   on the host in the same pass.
 
 Int8 frame (`int8_encode`, `int8_decode`, `int8_decode_mean`) of a row of N = J·block elements:
 
@@ -156,6 +157,8 @@ def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, 
     """frames ← frames of c, the momentum with this rank's gradient and what it owes (rule 6); residual ← the rest."""
     old_KN = _values(momentum.old, out.residual_KN.shape[1], block) if momentum.is_packed else momentum.old
     _send(momentum_of(momentum, old_KN), out, block=block, scale=scale)
+    if out.sums_KJ2 is not None:
+        sums_of(momentum, old_KN, out.sums_KJ2)
 
 
 def momentum_of(momentum: MomentumInputs, old_KN: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ class Bucket:
         masters: float32 masters of parameters in bfloat16 or float16.
         wires: Buffers of exchanges, by codec.
         masks: For each parameter, 0 for elements that may not move. None: all may move.
+        sums_WJ2: `momentum_sums` of the gradients that this step has encoded, float32 [W, J, 2]; None: not computed.
     """
 
     index: int
@@ -76,6 +77,7 @@ class Bucket:
     masters: Masters = field(init=False)
     wires: dict[Codec, Wire] = field(default_factory=dict)
     masks: list[Tensor] | None = None
+    sums_WJ2: Tensor | None = None
     _buffer: Tensor | None = None
     _views: dict[int, list[Tensor]] = field(default_factory=dict)
 

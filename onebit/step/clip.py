@@ -146,7 +146,10 @@ class GradientNorm:
         return norm_squared, product
 
     def own_sums_on_device(self, scale: float) -> Tensor:
-        """`own_sums` for a model in one piece, as a tensor on the device; see `gradient_sums`."""
+        """`own_sums` for a model in one piece, as a tensor on the device; see `gradient_sums`.
+
+        Takes the sums that encoding has left in the buckets (`Bucket.sums_WJ2`), and computes the others.
+        """
         device = self._buckets[0].device
         sums: list[Tensor] = []
         weights, others = [], []
@@ -155,9 +158,10 @@ class GradientNorm:
                 others.append(bucket)
                 continue
             factor, m, D = factored
-            momentum = MomentumInputs(bucket.masked_gradients(), bucket.layout.segments, D, m, _NO_WEIGHTS)
-            sums_WJ2 = torch.empty(*bucket.counts.shape, 2, device=bucket.device, dtype=torch.float32)
-            self._rule.codec.momentum_sums(momentum, sums_WJ2)
+            if (sums_WJ2 := bucket.sums_WJ2) is None:
+                momentum = MomentumInputs(bucket.masked_gradients(), bucket.layout.segments, D, m, _NO_WEIGHTS)
+                sums_WJ2 = torch.empty(*bucket.counts.shape, 2, device=bucket.device, dtype=torch.float32)
+                self._rule.codec.momentum_sums(momentum, sums_WJ2)
             sums += sums_WJ2.sum((0, 1), dtype=torch.float64).unbind()
             weights += [scale * scale, scale * factor]
         total = sums_in_turn(sums, weights, device, columns=2)

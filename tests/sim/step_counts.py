@@ -161,6 +161,8 @@ class _CountedKernel:
             if counts is None:
                 return found(*args, **options)
             counts.fused[name] += not counts.is_paused
+            if any(getattr(each, "sums_KJ2", None) is not None for each in args):
+                counts.fused["momentum_sums"] += not counts.is_paused  # a device's are a call of their own
             with counts.paused():
                 return found(*args, **options)
 

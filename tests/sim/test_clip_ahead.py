@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from family_contract import owed, run_world
 from torch import Tensor, nn
 
 import onebit
-from onebit.comm import SimTransport, Transport, run_ranks
+from onebit.comm import SignCodec, SimTransport, Transport, run_ranks
 from onebit.optimizer import CompressedOptimizer
+from onebit.step.replicated import Replicated
 
 KINDS = [onebit.OnebitAdam, onebit.OnebitLamb, onebit.OnebitMuon, onebit.ZeroOneAdam]
 BETA1, FREEZE, STEPS, MOST = 0.9, 6, 24, 2.0
@@ -175,6 +177,45 @@ def test_a_step_that_is_sent_twice_is_that_of_one_sent_when_the_norm_is_known(
     assert [each[:2] for each in told] == [each[:2] for each in known]
     assert all(left > 0 and resends for *_, left, resends in told[STEPS - 5 :])
     assert not any(left or resends for *_, left, resends in known[STEPS - 5 :])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_norms_sums_come_with_the_frames(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one pass, and to the bit those of a pass of their own."""
+    together, told = run_ranks(2, lambda transport: train(transport, 20.0, kind=kind))[0]
+    monkeypatch.setattr(Replicated, "sums_gradients", property(lambda self: False, lambda self, value: None))
+    apart, known = run_ranks(2, lambda transport: train(transport, 20.0, kind=kind))[0]
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+    assert [each[:2] for each in told] == [each[:2] for each in known]
+
+
+def test_no_pass_is_made_for_the_norm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = []
+    monkeypatch.setattr(SignCodec, "momentum_sums", lambda *args: alone.append(args))
+    run_ranks(2, lambda transport: train(transport, 20.0))
+    assert not alone
+
+
+def test_gradients_that_change_after_they_were_sent_have_a_norm_of_their_own() -> None:
+    def ours(transport: SimTransport, factor: float) -> list[float | None]:
+        """Each gradient times this factor, in backward or after it."""
+        params = starting_point()
+        optimizer, norms = new(onebit.OnebitAdam, params, transport, 20.0), []
+        for step in range(STEPS):
+            backward(params, step, transport.rank, 1.0)
+            if step == STEPS - 1 and factor != 1.0:
+                torch._foreach_mul_([p.grad for p in params], factor)
+            optimizer.step()
+            optimizer.zero_grad()
+            norms.append(optimizer.stats.grad_norm)
+        assert optimizer.stats.resent_steps == (factor != 1.0)
+        return norms
+
+    *before, plain = run_ranks(2, lambda transport: ours(transport, 1.0))[0]
+    *same, doubled = run_ranks(2, lambda transport: ours(transport, 2.0))[0]
+    assert before == same and plain is not None
+    # The estimate is ‖g‖²/n and a product with the momentum: it grows by more than √2, and by less than 2.
+    assert doubled is not None and math.sqrt(2.0) * plain < doubled < 2.001 * plain
 
 
 @pytest.mark.parametrize("delay", [0, 1])

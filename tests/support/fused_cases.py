@@ -132,7 +132,7 @@ def check_encode_momentum(
     function: Callable[..., None], case: Case, *, error: torch.dtype | None, packed: bool, variance: bool,
     scale: str = "rms", device: str = "cpu", grads: Sequence[Tensor | None] | None = None,
 ) -> None:  # fmt: skip
-    """Frames and residual; what is read stays as it is."""
+    """Frames and residual, and in half of the cases the sums; what is read stays as it is."""
     K, N = case.K, case.N
     read = [*(tensors_of(case, 10) if grads is None else grads)]
     read += [frames_of(case, 2) if packed else numbers(K, N, seed=2)]
@@ -143,12 +143,13 @@ def check_encode_momentum(
         frames = garbage(case, K).fill_(0xAB if is_reference else 0xCD).to(where)
         residual = torch.full((K, N), 7.0, dtype=error or torch.float32, device=where)
         made_of = MomentumInputs(g, case.segments(), divisor(case, where, variance), momentum, WEIGHTS)
-        out = EncodeOutput(error_KN, frames, case.counts().to(where), residual)
+        sums = torch.full((K, case.J, 2), 7.0, device=where) if packed != variance else None
+        out = EncodeOutput(error_KN, frames, case.counts().to(where), residual, sums)
         (reference.encode_momentum if is_reference else function)(made_of, out, block=case.block, scale=scale)
         assert_all_same(there, read, "what is read")
-        return [frames, residual]
+        return [frames, residual, sums]
 
-    compare(device, take, "frames and residual")
+    compare(device, take, "frames, residual and sums")
 
 
 def check_encode_gradients(

@@ -17,12 +17,12 @@ import functools
 from ..arguments import INT4, INT8, SIGN
 from . import decode as triton_decode
 from .apply import apply
-from .clip import correct_residual, momentum_sums
+from .clip import correct_residual
 from .encode import encode, int4_encode, int8_encode
 from .gradients import encode_gradients
 from .local import local_step
 from .mean import encode_mean
-from .momentum import encode_momentum
+from .momentum import encode_momentum, momentum_sums
 from .owner import owner_step
 
 __all__ = [

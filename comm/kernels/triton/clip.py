@@ -1,9 +1,9 @@
-"""Kernels: what a step that is clipped after it was sent needs, in one pass each, in Triton.
+"""Kernels: the residual of a step that is clipped after it was sent, in one pass, in Triton.
 
-Rules 11 and 12 of `reference.py`. Gradients are read in place. Rests on `momentum.py` and `tensors.py`; `backend.py`
-offers these functions with the others.
+Rule 11 of `reference.py`. Gradients are read in place. Rests on `tensors.py`; `backend.py` offers this function with
+the others.
 
-Shape legend: K rows, N elements, J blocks, S segments. In the kernels: W words of 64 elements, or P blocks, a program.
+Shape legend: K rows, N elements, S segments. In the kernel: W words of 64 elements a program.
 """
 
 from __future__ import annotations
@@ -14,19 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import SIGN
 from ..gpu_tables import Table, readable
 from ..operands import MomentumInputs
-from .encode import blocks_of
-from .lanes import EDGE, OPTIONS, from_bfloat16, launching_on, nearest_bfloat16, rows_of, sum_in_halves
-from .momentum import Momentum, divisor_row, locate_momentum, old_row, operands_of
+from .lanes import EDGE, OPTIONS, from_bfloat16, launching_on, nearest_bfloat16, rows_of
 from .tensors import Tensors, load_where_they_lie, pieces_of, tensors_of
 
 WORDS_PER_PROGRAM = 16
 """W."""
-
-BLOCKS_PER_PROGRAM = 32
-"""P."""
 
 
 class Flat(NamedTuple):
@@ -98,51 +92,3 @@ def correct_words(
 @triton.jit
 def _normalised(g: tl.tensor, d: tl.tensor, own: tl.tensor) -> tl.tensor:
     return tl.div_rn(g, tl.sqrt_rn(d * d + (g * g) * own))
-
-
-def momentum_sums(momentum: MomentumInputs, sums_KJ2: Tensor, *, block: int) -> None:
-    """Sums ← those of g² and g·(m·D) of each block (rule 12). One pass."""
-    K, J = EDGE.check_momentum_sums(SIGN, momentum, sums_KJ2, block=block)
-    if K * J == 0:
-        return
-    table = Table(readable(momentum.grads), momentum.segments, K * J, sums_KJ2.device)
-    with launching_on(sums_KJ2.device):
-        sum_blocks[(triton.cdiv(K * J, BLOCKS_PER_PROGRAM),)](
-            operands_of(momentum, table),
-            sums_KJ2,
-            K,
-            J,
-            len(momentum.grads),
-            BLOCK=block,
-            P=BLOCKS_PER_PROGRAM,
-            **OPTIONS,
-        )
-
-
-@triton.jit(do_not_specialize=["K", "J", "S"])
-def sum_blocks(
-    momentum: Momentum,
-    sums: tl.tensor,
-    K: tl.tensor,
-    J: tl.tensor,
-    S: tl.tensor,
-    BLOCK: tl.constexpr,
-    P: tl.constexpr,
-) -> None:
-    """A program of P blocks, a word of 64 elements of each at a time."""
-    blocks = blocks_of(K, J, S, P)
-    places = locate_momentum(momentum, blocks, BLOCK)
-    squares = tl.zeros([P, 16], tl.float32)
-    products = tl.zeros([P, 16], tl.float32)
-    for w in range(BLOCK // 64):
-        word = None
-        if momentum.frames is not None:
-            word = tl.load(places.old.at + w, mask=blocks.inside, other=0)
-        for q in tl.static_range(4):
-            at = 64 * w + 16 * q
-            g = load_where_they_lie(momentum.grads, places.grads, at, blocks.lane, BLOCK)
-            squares = squares + g * g
-            m = old_row(places, blocks, word, at, q)
-            products = products + g * (m * divisor_row(momentum, places, blocks, at))
-    tl.store(sums + 2 * blocks.b, sum_in_halves(squares, P), mask=blocks.inside)
-    tl.store(sums + 2 * blocks.b + 1, sum_in_halves(products, P), mask=blocks.inside)

@@ -1,7 +1,7 @@
-"""Kernels: the momentum with this rank's gradient, encoded in one pass, in Triton.
+"""Kernels: the momentum with this rank's gradient, encoded in one pass, and its sums, in Triton.
 
-Rule 6 of `reference.py`. Gradients are read in place. Here c is computed; `encode.py` makes the frames. `backend.py`
-offers this function with the others.
+Rules 6 and 12 of `reference.py`. Gradients are read in place. Here c is computed; `encode.py` makes the frames.
+`backend.py` offers these functions with the others.
 
 Shape legend: K rows, N elements, J blocks, B bytes, S segments. In the kernel: P blocks per program.
 """
@@ -12,14 +12,18 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..arguments import SIGN, check_scale
 from ..gpu_tables import Table, readable
 from ..operands import EncodeOutput, MomentumInputs
 from .codes import Blocks, Outputs
-from .encode import Source, launch_encode, row_at
-from .lanes import EDGE, Frames, Rows, frames_of, rows_of, signed_row
+from .encode import Source, blocks_of, launch_encode, row_at
+from .lanes import EDGE, OPTIONS, Frames, Rows, frames_of, launching_on, rows_of, signed_row, sum_in_halves
 from .tensors import Pieces, Tensors, load_where_they_lie, pieces_of, tensors_of
+
+SUMMED_PER_PROGRAM = 32
+"""P, of `sum_blocks`."""
 
 
 class Divisor(NamedTuple):
@@ -82,6 +86,27 @@ def encode_momentum(momentum: MomentumInputs, out: EncodeOutput, *, block: int, 
     table = Table(readable(momentum.grads), momentum.segments, K * J, out.residual_KN.device)  # keeps copies alive
     source = Source(locate_momentum, momentum_rows, operands_of(momentum, table))
     launch_encode(source, out, K, J, inputs=len(momentum.grads), frame=SIGN, block=block, scale=scale)
+    if out.sums_KJ2 is not None:
+        momentum_sums(momentum, out.sums_KJ2, block=block)
+
+
+def momentum_sums(momentum: MomentumInputs, sums_KJ2: Tensor, *, block: int) -> None:
+    """Sums ← those of g² and g·(m·D) of each block (rule 12). One pass."""
+    K, J = EDGE.check_momentum_sums(SIGN, momentum, sums_KJ2, block=block)
+    if K * J == 0:
+        return
+    table = Table(readable(momentum.grads), momentum.segments, K * J, sums_KJ2.device)
+    with launching_on(sums_KJ2.device):
+        sum_blocks[(triton.cdiv(K * J, SUMMED_PER_PROGRAM),)](
+            operands_of(momentum, table),
+            sums_KJ2,
+            K,
+            J,
+            len(momentum.grads),
+            BLOCK=block,
+            P=SUMMED_PER_PROGRAM,
+            **OPTIONS,
+        )
 
 
 def operands_of(momentum: MomentumInputs, grads: Table) -> Momentum:
@@ -172,3 +197,32 @@ def old_row(places: Places, blocks: Blocks, word: tl.tensor, at: tl.tensor, q: t
     else:
         m = signed_row(word, places.old.scale, blocks.lane, q)
     return m
+
+
+@triton.jit(do_not_specialize=["K", "J", "S"])
+def sum_blocks(
+    momentum: Momentum,
+    sums: tl.tensor,
+    K: tl.tensor,
+    J: tl.tensor,
+    S: tl.tensor,
+    BLOCK: tl.constexpr,
+    P: tl.constexpr,
+) -> None:
+    """A program of P blocks, a word of 64 elements of each at a time."""
+    blocks = blocks_of(K, J, S, P)
+    places = locate_momentum(momentum, blocks, BLOCK)
+    squares = tl.zeros([P, 16], tl.float32)
+    products = tl.zeros([P, 16], tl.float32)
+    for w in range(BLOCK // 64):
+        word = None
+        if momentum.frames is not None:
+            word = tl.load(places.old.at + w, mask=blocks.inside, other=0)
+        for q in tl.static_range(4):
+            at = 64 * w + 16 * q
+            g = load_where_they_lie(momentum.grads, places.grads, at, blocks.lane, BLOCK)
+            squares = squares + g * g
+            m = old_row(places, blocks, word, at, q)
+            products = products + g * (m * divisor_row(momentum, places, blocks, at))
+    tl.store(sums + 2 * blocks.b, sum_in_halves(squares, P), mask=blocks.inside)
+    tl.store(sums + 2 * blocks.b + 1, sum_in_halves(products, P), mask=blocks.inside)
