@@ -122,7 +122,7 @@ ROOMS = {
     "time_to_loss": {"time_to_loss", "bench", "study", "train"},
     "study": {"study", "bench", "faults", "train"},
     "faults": {"faults", "bench", "train"},
-    "gpu_check": {"gpu_check", "bench", "faults", "train"},
+    "gpu_check": {"gpu_check", "bench", "study", "faults", "train"},
 }
 """Which rooms of scripts/ may import which."""
 
