@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .base import PeerError, Work
-from .notes import Conclusion, Operation
+from .notes import Conclusion, Operation, names_of
 
 ROLL_CALL_S = 2.0
 """How long a rank whose library collective failed waits for the others to answer before it names the silent ones."""
@@ -192,3 +192,13 @@ def peer_error(rank: int, operation: Operation, what: str, conclusion: Conclusio
     )
     advice = advice if conclusion.is_silence else ""
     return PeerError(f"rank {rank}: {operation}: {what}. {whom}{advice}", conclusion.ranks)
+
+
+def failed_before(rank: int, operation: Operation, first: Operation, blamed: Sequence[int]) -> PeerError:
+    """The PeerError of every operation after the one that failed; it names the same ranks."""
+    whom = f" for want of {names_of(blamed)}" if blamed else ""
+    return PeerError(
+        f"rank {rank}: {operation}: the transport has failed before, in {first}{whom}; end this process, and start all "
+        "ranks again",
+        blamed,
+    )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .base import PeerError, Work
-from .edge import NOTES_S, as_bytes, peer_error
+from .edge import NOTES_S, as_bytes, failed_before, peer_error
 from .mpi_progress import FIRST_PAUSE_S, Posted, Progress, Task
 from .networked import NetworkedTransport
 from .notes import Note, Operation, conclude
@@ -242,11 +242,8 @@ class MpiTransport(NetworkedTransport):
 
     def failed_before(self, operation: Operation) -> PeerError:
         """The error of every operation after the first PeerError."""
-        first = self._failed[0].operation
-        return PeerError(
-            f"rank {self._names[self.rank]}: {operation}: the transport has failed before, in {first}; end this "
-            "process, and start all ranks again"
-        )
+        first = self._failed[0]
+        return failed_before(self._names[self.rank], operation, first.operation, first.blamed)
 
     def note(self, task: Task, suspects: Sequence[int]) -> Note:
         """A note that this rank waits in this operation of this transport."""
@@ -312,7 +309,9 @@ class _MpiWork:
         what = f"not complete within {transport.timeout_s:g} s" if task.error is None else str(task.error)
         suspects = task.missing() or tuple(rank for rank in range(transport.world_size) if rank != transport.rank)
         mine, me = transport.note(task, suspects), transport._names[transport.rank]
-        raise peer_error(me, task.operation, what, conclude(me, mine, transport.call_roll()), _HINT) from task.error
+        conclusion = conclude(me, mine, transport.call_roll())
+        task.blamed = conclusion.ranks
+        raise peer_error(me, task.operation, what, conclusion, _HINT) from task.error
 
     def is_ready(self) -> bool:
         return self._task.ended.is_set() or self._transport.has_failed

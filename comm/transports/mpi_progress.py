@@ -57,6 +57,7 @@ class Task:
         self.operation = operation
         self.ended = threading.Event()
         self.error: Exception | None = None
+        self.blamed: tuple[int, ...] = ()  # peers, once it has failed
         self._phases = collections.deque(phases)
         self._tensors = tensors
         self._requests: list[MPI.Request] = []

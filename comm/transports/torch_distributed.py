@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .. import torch_versions
 from .base import PeerError, Work
-from .edge import ANSWER_S, DIAGNOSIS_S, NOTES_S, ROLL_CALL_S, as_bytes, peer_error, reason
+from .edge import ANSWER_S, DIAGNOSIS_S, NOTES_S, ROLL_CALL_S, as_bytes, failed_before, peer_error, reason
 from .forks import release_in_children
 from .hanging import call_within, connections, have_ended, sockets
 from .networked import NetworkedTransport
@@ -359,11 +359,8 @@ class TorchTransport(NetworkedTransport):
         return peer_error(me, operation, what, conclusion, _HINT)
 
     def _failed_before(self, operation: Operation) -> PeerError:
-        return PeerError(
-            f"rank {self._names[self.rank]}: {operation}: the transport has failed before, in {self._past.failure}; "
-            "end this process, and start all ranks again",
-            self._past.missing,
-        )
+        assert self._past.failure is not None
+        return failed_before(self._names[self.rank], operation, self._past.failure, self._past.missing)
 
     def _roll_call(self, failed: Operation) -> set[int]:
         """The ranks that do not answer, or all if all do. A rank that failed calls it: one byte to every peer.

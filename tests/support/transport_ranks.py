@@ -389,6 +389,8 @@ def _meet(fate: str, base: Transport, transports: Mapping[str, Transport]) -> di
         time.sleep(0.3)
         os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[fate])
     seen = {name: _what_happens(OPERATIONS[name], transport) for name, transport in transports.items()}
+    for name, transport in transports.items():
+        seen[name]["again"] = _what_happens(OPERATIONS[name], transport)["message"]
     return seen | {"victim": int(pids[VICTIM].view(torch.int64))}
 
 
