@@ -241,6 +241,15 @@ def test_key_value_heads_travel_alone(heads: int, groups: int) -> None:
     check(3, drawn(24, heads, groups), scale=0.3)
 
 
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 3, 0, 2), (0, 2, 3, 1), (3, 2, 1, 0)])
+@pytest.mark.parametrize(("W", "U"), [(1, 1), (3, 1), (4, 2)])
+def test_any_order_of_dimensions_in_memory(W: int, U: int, order: tuple[int, ...]) -> None:
+    """Tensor ranks make queries whose elements are no neighbours, which torch's kernel would read as if they were."""
+    given = drawn(21, 4, 4)
+    for x, expected in zip(in_pieces(W, given, U, order)[0], whole(given, True), strict=True):
+        torch.testing.assert_close(x.double(), expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
 )

@@ -50,13 +50,17 @@ def whole(given: list[Tensor], seen: Tensor, softcap: float | None = None) -> li
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3].double())]
 
 
-def in_pieces(W: int, given: list[Tensor], U: int = 1, **options: Any) -> tuple[list[Tensor], list[int]]:
-    """The same of all ranks' pieces, and the bytes that each has sent."""
+def in_pieces(
+    W: int, given: list[Tensor], U: int = 1, order: tuple[int, ...] = (0, 1, 2, 3), **options: Any
+) -> tuple[list[Tensor], list[int]]:
+    """The same of all ranks' pieces, and the bytes that each has sent. order: of the dimensions in memory."""
     pieces = Pieces(given[0].shape[2], W, U)
 
     def rank(transport: SimTransport) -> tuple[list[Tensor], int]:
         ranks = SequenceRanks.of(transport, U)
-        q, k, v, grad = (pieces.cut(x, transport.rank, 2) for x in given)
+        parts = (pieces.cut(x, transport.rank, 2) for x in given)
+        back = [order.index(dim) for dim in range(4)]
+        q, k, v, grad = (x.permute(order).contiguous().permute(back) for x in parts)
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         out = ring_attention(q, k, v, ranks, pieces, **options)
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)], transport.sent_bytes

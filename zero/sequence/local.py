@@ -58,7 +58,7 @@ def attend(
     """Softmax(scale·q·kᵀ)·v, its scores capped if asked for, and the logarithm of the softmax's sum.
 
     Args:
-        q: Queries [b, h, n, d], n > 0.
+        q: Queries [b, h, n, d], n > 0. Of q, k and v, elements along the last dimension are neighbours in memory.
         k: Keys [b, h, m, d], m > 0.
         v: Values [b, h, m, e].
         score: Factor and bound of the scores.

@@ -204,7 +204,7 @@ class _Blocks:
     """The blocks of keys and values in the order of their rounds; the next is on its way while one is computed with."""
 
     def __init__(self, ring: _Ring, k: Tensor, v: Tensor):
-        self._ring, self._own = ring, torch.stack([k, v])
+        self._ring, self._own = ring, torch.stack([k, v]).contiguous()  # stack keeps heads innermost if they are
         self._rounds = ring.sight.rounds()
         self._coming = self._launch(self._rounds[0]) if self._rounds else None  # at once: others wait for it
 
@@ -237,6 +237,8 @@ class _Blocks:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring, score: Score) -> Tensor:
+        if q.stride(-1) != 1:  # the CPU's kernel reads d elements in a row, as blocks have them
+            q = q.contiguous()
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
