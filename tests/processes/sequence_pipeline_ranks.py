@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any], dict[str, Any]]
     "llama, one bit": ("llama", 0, ONE_BIT, {}, {"warmup_codec": "fp32"}),
     "windows": ("windows", 2, DENSE, {}, {}),
     "gpt2": ("gpt2", 0, DENSE, {}, {}),
-    "heads divided": ("llama", 0, DENSE, {}, {"sequence": {"ulysses_degree": 2}}),
+    "heads divided": ("llama", 0, DENSE, {}, {"sequence": {"ulysses_degree": "auto"}}),
     "layers": ("layers", 0, DENSE, {}, {}),
     "layers, interleaved": ("layers", 1, DENSE, {"schedule": "interleaved"}, {}),
     "layers, zero-bubble": ("layers", 0, DENSE, {"schedule": "zero-bubble"}, {}),

@@ -31,13 +31,14 @@ class SequenceParallelism(Feature):
 
     Args:
         config: The configuration.
+        heads: Query heads of the whole model; None: not known, and ulysses_degree is a number.
     """
 
     blocks, keys = ("sequence_parallel_size",), ("sequence",)
     example: ClassVar[Mapping[str, object]] = {"sequence_parallel_size": 2}
 
-    def __init__(self, config: Config):
-        self._config = config
+    def __init__(self, config: Config, heads: int | None):
+        self._config, self._heads = config, heads
 
     @classmethod
     def of(cls, asked: Asked) -> SequenceParallelism | None:
@@ -46,13 +47,13 @@ class SequenceParallelism(Feature):
             if given != Sequence() and asked.rank == 0:
                 log.warning("onebit.sequence has no effect: sequence_parallel_size is 1")
             return None
-        degree = given.ulysses_degree
+        degree, heads = given.ulysses_degree, _heads_of(asked.outline)
         if isinstance(degree, int) and config.sequence_ranks % degree:
             raise ValueError(
                 f"rank {asked.rank}: expected onebit.sequence.ulysses_degree to divide sequence_parallel_size, got "
                 f"{degree} and {config.sequence_ranks}"
             )
-        if degree == AUTO and _heads_of(asked.outline) is None:
+        if degree == AUTO and heads is None:
             raise ValueError(
                 f'rank {asked.rank}: onebit.sequence.ulysses_degree is "auto", which reads the number of heads from a '
                 f"model of transformers, and this is a {type(asked.outline).__name__}; write a number"
@@ -76,7 +77,7 @@ class SequenceParallelism(Feature):
             check_stages_split(asked.outline, asked.rank)
         else:
             check_splits(asked.outline, asked.rank, has_layout=sparsity.mode is not None)
-        return cls(config)
+        return cls(config, heads)
 
     def prepare(self, model: nn.Module, grid: Grid, *, is_part: bool) -> None:
         shards, ranks = grid.shape.size("shard"), grid.shape.sequence
@@ -89,7 +90,7 @@ class SequenceParallelism(Feature):
             )
         given = self._config.onebit.sequence
         codec = None if given.codec is None else codec_named(given.codec, given.block)
-        levels = SequenceRanks.of(grid.sequence, self._degree(model, grid))
+        levels = SequenceRanks.of(grid.sequence, self._degree(grid))
         grid.close_first(levels)
         sparsity = None if self._config.sparse_attention.mode is None else self._config.sparse_attention
         if is_part:
@@ -99,11 +100,11 @@ class SequenceParallelism(Feature):
         else:
             sequence_parallel(model, levels, codec=codec, sparsity=sparsity)
 
-    def _degree(self, model: nn.Module, grid: Grid) -> int:
+    def _degree(self, grid: Grid) -> int:
         """How many ranks divide the heads. All ranks of a sequence."""
         if (given := self._config.onebit.sequence.ulysses_degree) != AUTO:
             return cast(int, given)
-        heads = cast(int, _heads_of(model)) // grid.shape.size("tensor")
+        heads = cast(int, self._heads) // grid.shape.size("tensor")
         degree = widest_degree(gather_texts(grid.sequence, socket.gethostname()), heads)
         if grid.world.rank == 0:
             log.info(
