@@ -1,4 +1,4 @@
-"""What the ranks of test_sequence_pipeline.py do: two stages, and sequences over two ranks at each."""
+"""What the ranks of test_sequence_pipeline.py do: two stages, and sequences over two ranks, or pairs, at each."""
 
 from __future__ import annotations
 
@@ -9,30 +9,49 @@ from errors import error_of
 from pipeline_model import CONTEXT, VOCABULARY, WIDTH, Block, Positions
 from sequence_ranks import decoder
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from onebit import zero
 from onebit.comm import init
 from onebit.zero.sequence.stages import Split
+from onebit.zero.sparse_attention import replace_attention
 
 STEPS, RESUMED, ROWS = 3, 2, 8
 DENSE = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4}}
 ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 1e-3, "eps": 1e-4, "freeze_step": 99}}
 COMPRESSING = {"type": "OneBitAdam", "params": {"lr": 1e-3, "eps": 1e-4, "freeze_step": 1}}
-CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+PLAN = {
+    **dict.fromkeys(("layers.*.qkv", "layers.*.mlp_in"), ColwiseParallel()),
+    **dict.fromkeys(("layers.*.attention_out", "layers.*.mlp_out"), RowwiseParallel()),
+}
+SPARSE = {"mode": "bslongformer", "block": 2}
+Case = tuple[str, int, dict[str, Any], dict[str, Any], dict[str, Any]]
+CASES: dict[str, Case] = {
     "llama, stage 1": ("llama", 1, DENSE, {"schedule": "gpipe"}, {}),
     "llama, stage 3": ("llama", 3, DENSE, {}, {}),
     "llama, one bit": ("llama", 0, ONE_BIT, {}, {"warmup_codec": "fp32"}),
     "windows": ("windows", 2, DENSE, {}, {}),
     "gpt2": ("gpt2", 0, DENSE, {}, {}),
+    "sparse": ("sparse", 2, DENSE, {}, {}),
     "heads divided": ("llama", 0, DENSE, {}, {"sequence": {"ulysses_degree": "auto"}}),
     "layers": ("layers", 0, DENSE, {}, {}),
     "layers, interleaved": ("layers", 1, DENSE, {"schedule": "interleaved"}, {}),
     "layers, zero-bubble": ("layers", 0, DENSE, {"schedule": "zero-bubble"}, {}),
+    "layers, zbv": ("layers", 1, DENSE, {"schedule": "zbv"}, {}),
     "compressed": ("llama", 0, COMPRESSING, {}, {"compression": "always"}),
 }
 """Model, ZeRO stage, optimizer, and the blocks "pipeline" and "onebit"; all but the last equal AdamW in one process."""
+SLICED: dict[str, Case] = {
+    "llama, stage 3": ("llama", 3, DENSE, {"schedule": "gpipe"}, {"tensor": 2, "ranks_per_node": 8}),
+    "sparse": ("sparse", 0, DENSE, {}, {"tensor": 2}),
+    "heads divided": ("llama", 0, DENSE, {}, {"tensor": 2, "sequence": {"ulysses_degree": "auto"}}),
+    "gpt2, one bit": ("gpt2", 0, ONE_BIT, {}, {"tensor": 2, "warmup_codec": "fp32"}),
+    "layers, zbv": ("layers", 2, DENSE, {"schedule": "zbv"}, {"tensor": 2, "ranks_per_node": 8}),
+    "compressed": ("llama", 0, COMPRESSING, {}, {"tensor": 2, "compression": "always"}),
+}
+"""The same with two ranks for each layer."""
 RESUMING = ("llama, stage 1", "compressed")
 
 
@@ -105,8 +124,8 @@ def dataset(kind: str) -> TensorDataset:
     return TensorDataset(ids, labels)
 
 
-def start(case: str, stages: int = 2, sequence: int = 2, **given: Any) -> Any:
-    kind, stage, optimizer, pipeline, ours = CASES[case]
+def start(case: Case, stages: int = 2, sequence: int = 2, **given: Any) -> Any:
+    kind, stage, optimizer, pipeline, ours = case
     config = {
         "train_batch_size": ROWS,
         "gradient_accumulation_steps": 2,
@@ -115,7 +134,10 @@ def start(case: str, stages: int = 2, sequence: int = 2, **given: Any) -> Any:
         "zero_optimization": {"stage": stage},
         "pipeline": pipeline | {"stages": stages},
         "onebit": ours,
+        "sparse_attention": SPARSE if kind == "sparse" else None,
     }
+    if kind == "layers" and "tensor" in ours:
+        given = {"tensor_plan": PLAN} | given
     given = {"model": model_of(kind), "training_data": dataset(kind)} | given
     return zero.initialize(config=config, **given)[0]
 
@@ -124,26 +146,45 @@ def train(engine: Any, steps: int) -> list[float]:
     return [float(engine.train_batch()) for _ in range(steps)]
 
 
+def trained(case: Case) -> tuple[Any, dict[str, Any]]:
+    """An engine, and the facts of its training. ZBV has no evaluation."""
+    engine = start(case)
+    facts: dict[str, Any] = {"data": engine.grid.data}
+    if case[3].get("schedule") != "zbv":
+        facts["eval"] = float(engine.eval_batch(iter([engine.loader.dataset[0:ROWS]] * 2)))
+    return engine, facts | {"loss": train(engine, STEPS), "weights": engine.module_state_dict()}
+
+
 def two_stages(folder: str) -> None:
     """Write what this rank finds to a file."""
     world = init("gloo", levels=1)
     facts: dict[str, Any] = {}
-    for case in CASES:
-        engine = start(case)
-        facts[case] = {"data": engine.grid.data}
-        before = engine.eval_batch(iter([engine.loader.dataset[0:ROWS]] * 2))
-        facts[case] |= {"eval": float(before), "loss": train(engine, STEPS), "weights": engine.module_state_dict()}
-        if case in RESUMING:
+    for name, case in CASES.items():
+        facts[name] = trained(case)[1]
+        if name in RESUMING:
             first, second = start(case), start(case)
             train(first, RESUMED)
-            first.save_checkpoint(f"{folder}/{case}")
-            second.load_checkpoint(f"{folder}/{case}")
-            again = train(second, STEPS - RESUMED) == facts[case]["loss"][RESUMED:]
-            pairs = zip(second.module_state_dict().values(), facts[case]["weights"].values(), strict=True)
-            facts[case]["resumed"] = again and all(torch.equal(a, b) for a, b in pairs)
-    engine = start("layers", stages=1, sequence=4)
+            first.save_checkpoint(f"{folder}/{name}")
+            second.load_checkpoint(f"{folder}/{name}")
+            again = train(second, STEPS - RESUMED) == facts[name]["loss"][RESUMED:]
+            pairs = zip(second.module_state_dict().values(), facts[name]["weights"].values(), strict=True)
+            facts[name]["resumed"] = again and all(torch.equal(a, b) for a, b in pairs)
+    engine = start(CASES["layers"], stages=1, sequence=4)
     facts["one stage"] = {"loss": train(engine, STEPS), "weights": engine.module_state_dict()}
     torch.save(facts | {"refused": refused()}, f"{folder}/{world.rank}.pt")
+
+
+def two_sliced_stages(folder: str) -> None:
+    """Write what this rank finds to a file, and continue in another layout: sequences over four ranks, whole layers."""
+    world = init("gloo", levels=1)
+    facts = {name: trained(case)[1] for name, case in SLICED.items()}
+    first, second = start(SLICED["llama, stage 3"]), start(CASES["llama, stage 1"], sequence=4)
+    losses = train(first, RESUMED)
+    first.save_checkpoint(f"{folder}/saved")
+    second.load_checkpoint(f"{folder}/saved")
+    losses += train(second, STEPS - RESUMED)
+    facts["llama, then whole layers"] = {"loss": losses, "weights": second.module_state_dict()}
+    torch.save(facts, f"{folder}/{world.rank}.pt")
 
 
 def refused() -> dict[str, str]:
@@ -152,8 +193,8 @@ def refused() -> dict[str, str]:
     def note(name: str, act: Any) -> None:
         words[name] = error_of(ValueError, act)
 
-    note("no layer", lambda: start("layers", model=layers(Block)))
-    engine = start("layers")
+    note("no layer", lambda: start(CASES["layers"], model=layers(Block)))
+    engine = start(CASES["layers"])
     rank, ids = engine.grid.world.rank, torch.ones(2, 6, dtype=torch.int64)
     note("batches", lambda: engine.train_batch(iter([(ids + rank % 2, ids)] * 2)))
     note("lengths", lambda: engine.train_batch(iter([(ids, ids[:, 1:])] * 2)))
@@ -166,6 +207,8 @@ def refused() -> dict[str, str]:
 def alone(kind: str) -> tuple[list[float], dict[str, Tensor]]:
     """The same batches by torch, in one process: losses and weights."""
     built = layers().stages([range(5)])[0] if kind == "layers" else model_of(kind)
+    if kind == "sparse":
+        replace_attention(built, SPARSE)
     data = zero.data.ShardedLoader(dataset(kind), ROWS, rank=0, world_size=1)
     optimizer, losses = torch.optim.AdamW(built.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.0), []
     for ids, targets in data:

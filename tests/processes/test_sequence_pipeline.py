@@ -8,26 +8,46 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_torchrun
-from sequence_pipeline_ranks import CASES, RESUMING, alone, two_stages
+from sequence_pipeline_ranks import CASES, RESUMING, SLICED, alone, two_sliced_stages, two_stages
 
 pytest.importorskip("transformers")
 
 
+Rank = dict[str, Any]
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
     folder = tmp_path_factory.mktemp("sequence")
     run_torchrun(4, two_stages, str(folder), timeout_s=250).check()
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
+    folder = tmp_path_factory.mktemp("sliced")
+    run_torchrun(8, two_sliced_stages, str(folder), timeout_s=250).check()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(8)]
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", [*CASES, "one stage"])
-def test_it_equals_one_process_with_the_same_global_batch(ranks: list[dict[str, Any]], case: str) -> None:
+def test_it_equals_one_process_with_the_same_global_batch(ranks: list[Rank], case: str) -> None:
+    check(ranks, case, CASES[case][0] if case in CASES else "layers")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", [*SLICED, "llama, then whole layers"])
+def test_with_two_ranks_for_each_layer_it_equals_one_process(eight: list[Rank], case: str) -> None:
+    check(eight, case, SLICED[case][0] if case in SLICED else "llama")
+
+
+def check(ranks: list[Rank], case: str, kind: str) -> None:
     """Weights and losses; of the compressed one, ranks agree to the bit.
 
     A parameter is on the ranks of its stage, or on both if it is tied.
     """
-    losses, weights = alone(CASES[case][0] if case in CASES else "layers")
+    losses, weights = alone(kind)
     for rank in ranks:
         its = rank[case]
         assert its["loss"] == ranks[0][case]["loss"]
@@ -41,11 +61,12 @@ def test_it_equals_one_process_with_the_same_global_batch(ranks: list[dict[str, 
     assert set().union(*(rank[case]["weights"] for rank in ranks)) == set(weights)
 
 
-def test_all_stages_of_all_ranks_of_a_sequence_read_the_same_data(ranks: list[dict[str, Any]]) -> None:
+def test_all_stages_of_all_ranks_of_a_sequence_read_the_same_data(ranks: list[Rank], eight: list[Rank]) -> None:
     assert [rank["layers"]["data"] for rank in ranks] == [(0, 1)] * 4
+    assert [rank["sparse"]["data"] for rank in eight] == [(0, 1)] * 8
 
 
-def test_evaluation_has_the_loss_of_whole_sequences(ranks: list[dict[str, Any]]) -> None:
+def test_evaluation_has_the_loss_of_whole_sequences(ranks: list[Rank]) -> None:
     from sequence_pipeline_ranks import ROWS, dataset, model_of
 
     ids, labels = dataset("llama")[0:ROWS]
@@ -53,7 +74,7 @@ def test_evaluation_has_the_loss_of_whole_sequences(ranks: list[dict[str, Any]])
     assert [rank["llama, stage 1"]["eval"] for rank in ranks] == pytest.approx([expected] * 4, abs=1e-5)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(ranks: list[Rank]) -> None:
     for case in RESUMING:
         assert [rank[case]["resumed"] for rank in ranks] == [True] * 4
 
@@ -69,6 +90,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> 
         ("outputs", "pieces, which have no mean"),
     ],
 )
-def test_what_does_not_work_is_named_on_all_ranks(ranks: list[dict[str, Any]], name: str, words: str) -> None:
+def test_what_does_not_work_is_named_on_all_ranks(ranks: list[Rank], name: str, words: str) -> None:
     for k, rank in enumerate(ranks):
         assert re.search(f"rank ({k}|{k % 2}): .*{words}", rank["refused"][name]), rank["refused"][name]
