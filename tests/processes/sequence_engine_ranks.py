@@ -140,6 +140,11 @@ def refused() -> dict[str, str]:
     by_head = {"mode": "fixed", "block": 4, "different_layout_per_head": True}
     sparse = config_of("heads divided", 2) | {"sparse_attention": by_head}
     note("sparse", lambda: zero.initialize(model=decoder(), config=sparse))
+    schedule = {"min_value": 4, "max_value": LENGTH, "schedule_config": {"require_steps": 2, "seq_per_step": 1}}
+    kept = {"enabled": True, "layer_name": "model.layers.*", "random_ltd_schedule": schedule}
+    efficiency = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": kept}}
+    routed = config_of("stage 1", 2) | {"data_efficiency": efficiency}
+    note("dropped", lambda: zero.initialize(model=decoder(), config=routed))
     apart = {"mode": "fixed", "block": 1, "num_local_blocks": 1, "num_global_blocks": 0}
     blind = zero.initialize(model=decoder(), config=config_of("stage 1", 2) | {"sparse_attention": apart})[0]
     ids = torch.ones(2, LENGTH, dtype=torch.int64)

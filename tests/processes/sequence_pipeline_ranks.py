@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from errors import error_of
-from pipeline_model import CONTEXT, VOCABULARY, WIDTH, Block, Positions
+from pipeline_model import CONTEXT, PLAN, VOCABULARY, WIDTH, Block, Positions
 from sequence_ranks import decoder
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -22,9 +22,10 @@ STEPS, RESUMED, ROWS = 3, 2, 8
 DENSE = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4}}
 ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 1e-3, "eps": 1e-4, "freeze_step": 99}}
 COMPRESSING = {"type": "OneBitAdam", "params": {"lr": 1e-3, "eps": 1e-4, "freeze_step": 1}}
-PLAN = {
-    **dict.fromkeys(("layers.*.qkv", "layers.*.mlp_in"), ColwiseParallel()),
-    **dict.fromkeys(("layers.*.attention_out", "layers.*.mlp_out"), RowwiseParallel()),
+PLANS = {
+    "layers": dict.fromkeys(("layers.*.qkv", "layers.*.mlp_in"), ColwiseParallel())
+    | dict.fromkeys(("layers.*.attention_out", "layers.*.mlp_out"), RowwiseParallel()),
+    "even layers": PLAN,  # also divides pieces between layers, so they are even
 }
 SPARSE = {"mode": "bslongformer", "block": 2}
 Case = tuple[str, int, dict[str, Any], dict[str, Any], dict[str, Any]]
@@ -49,6 +50,7 @@ SLICED: dict[str, Case] = {
     "heads divided": ("llama", 0, DENSE, {}, {"tensor": 2, "sequence": {"ulysses_degree": "auto"}}),
     "gpt2, one bit": ("gpt2", 0, ONE_BIT, {}, {"tensor": 2, "warmup_codec": "fp32"}),
     "layers, zbv": ("layers", 2, DENSE, {"schedule": "zbv"}, {"tensor": 2, "ranks_per_node": 8}),
+    "pieces divided": ("even layers", 1, DENSE, {}, {"tensor": 2, "ranks_per_node": 8}),
     "compressed": ("llama", 0, COMPRESSING, {}, {"tensor": 2, "compression": "always"}),
 }
 """The same with two ranks for each layer."""
@@ -100,7 +102,7 @@ def layers(block: type[nn.Module] = PieceBlock) -> zero.PipelineModule:
 
 
 def model_of(kind: str) -> Any:
-    if kind == "layers":
+    if kind in PLANS:
         return layers()
     if kind != "gpt2":
         return decoder(in_windows=kind == "windows")
@@ -115,8 +117,8 @@ def model_of(kind: str) -> Any:
 
 def dataset(kind: str) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    if kind == "layers":
-        ids = torch.randint(VOCABULARY, (STEPS * ROWS, CONTEXT), generator=generator)
+    if kind in PLANS:
+        ids = torch.randint(VOCABULARY, (STEPS * ROWS, CONTEXT + (kind != "layers")), generator=generator)
         return TensorDataset(ids[:, :-1], ids[:, 1:])
     ids = torch.randint(1, 97, (STEPS * ROWS, 21), generator=generator)
     labels = ids.clone()
@@ -136,8 +138,8 @@ def start(case: Case, stages: int = 2, sequence: int = 2, **given: Any) -> Any:
         "onebit": ours,
         "sparse_attention": SPARSE if kind == "sparse" else None,
     }
-    if kind == "layers" and "tensor" in ours:
-        given = {"tensor_plan": PLAN} | given
+    if kind in PLANS and "tensor" in ours:
+        given = {"tensor_plan": PLANS[kind]} | given
     given = {"model": model_of(kind), "training_data": dataset(kind)} | given
     return zero.initialize(config=config, **given)[0]
 
@@ -184,6 +186,8 @@ def two_sliced_stages(folder: str) -> None:
     second.load_checkpoint(f"{folder}/saved")
     losses += train(second, STEPS - RESUMED)
     facts["llama, then whole layers"] = {"loss": losses, "weights": second.module_state_dict()}
+    ids, engine = torch.ones(2, 6, dtype=torch.int64), start(SLICED["pieces divided"])
+    facts["odd pieces"] = error_of(ValueError, lambda: engine.train_batch(iter([(ids, ids)] * 2)))
     torch.save(facts, f"{folder}/{world.rank}.pt")
 
 
@@ -206,13 +210,13 @@ def refused() -> dict[str, str]:
 
 def alone(kind: str) -> tuple[list[float], dict[str, Tensor]]:
     """The same batches by torch, in one process: losses and weights."""
-    built = layers().stages([range(5)])[0] if kind == "layers" else model_of(kind)
+    built = layers().stages([range(5)])[0] if kind in PLANS else model_of(kind)
     if kind == "sparse":
         replace_attention(built, SPARSE)
     data = zero.data.ShardedLoader(dataset(kind), ROWS, rank=0, world_size=1)
     optimizer, losses = torch.optim.AdamW(built.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.0), []
     for ids, targets in data:
-        loss = token_loss(built(ids), targets) if kind == "layers" else built(input_ids=ids, labels=targets).loss
+        loss = token_loss(built(ids), targets) if kind in PLANS else built(input_ids=ids, labels=targets).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

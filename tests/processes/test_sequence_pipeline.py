@@ -93,3 +93,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: list[Rank]) -> None:
 def test_what_does_not_work_is_named_on_all_ranks(ranks: list[Rank], name: str, words: str) -> None:
     for k, rank in enumerate(ranks):
         assert re.search(f"rank ({k}|{k % 2}): .*{words}", rank["refused"][name]), rank["refused"][name]
+
+
+def test_pieces_that_tensor_ranks_cannot_divide_are_named_on_all_ranks(eight: list[Rank]) -> None:
+    for k, rank in enumerate(eight):
+        words = f"rank {k // 2 % 2}: .* those of 6 tokens have 3, 3; take a multiple of 8 tokens"
+        assert re.search(words, rank["odd pieces"]), rank["odd pieces"]

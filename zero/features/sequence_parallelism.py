@@ -32,13 +32,14 @@ class SequenceParallelism(Feature):
     Args:
         config: The configuration.
         heads: Query heads of the whole model; None: not known, and ulysses_degree is a number.
+        divides_pieces: Whether tensor ranks divide a piece between layers.
     """
 
     blocks, keys = ("sequence_parallel_size",), ("sequence",)
     example: ClassVar[Mapping[str, object]] = {"sequence_parallel_size": 2}
 
-    def __init__(self, config: Config, heads: int | None):
-        self._config, self._heads = config, heads
+    def __init__(self, config: Config, heads: int | None, *, divides_pieces: bool):
+        self._config, self._heads, self._divides_pieces = config, heads, divides_pieces
 
     @classmethod
     def of(cls, asked: Asked) -> SequenceParallelism | None:
@@ -58,14 +59,10 @@ class SequenceParallelism(Feature):
                 f'rank {asked.rank}: onebit.sequence.ulysses_degree is "auto", which reads the number of heads from a '
                 f"model of transformers, and this is a {type(asked.outline).__name__}; write a number"
             )
-        others = {
-            "data_efficiency.data_routing.random_ltd": config.data_efficiency.random_ltd is not None,
-            "a tensor plan that splits the sequence between layers": splits_sequence(asked.tensor_plan or {}),
-        }
-        if other := next((name for name, is_there in others.items() if is_there), None):
+        if config.data_efficiency.random_ltd is not None:
             raise ValueError(
-                f"rank {asked.rank}: sequence_parallel_size is {config.sequence_ranks}, and {other} needs whole "
-                "sequences on each rank; leave one of them out"
+                f"rank {asked.rank}: sequence_parallel_size is {config.sequence_ranks}, and data_efficiency."
+                "data_routing.random_ltd needs whole sequences on each rank; leave one of them out"
             )
         sparsity = config.sparse_attention
         if sparsity.different_layout_per_head and (degree != 1 or (config.onebit.tensor or 1) > 1):
@@ -77,7 +74,7 @@ class SequenceParallelism(Feature):
             check_stages_split(asked.outline, asked.rank)
         else:
             check_splits(asked.outline, asked.rank, has_layout=sparsity.mode is not None)
-        return cls(config, heads)
+        return cls(config, heads, divides_pieces=splits_sequence(asked.tensor_plan or {}))
 
     def prepare(self, model: nn.Module, grid: Grid, *, is_part: bool) -> None:
         shards, ranks = grid.shape.size("shard"), grid.shape.sequence
@@ -90,7 +87,8 @@ class SequenceParallelism(Feature):
             )
         given = self._config.onebit.sequence
         codec = None if given.codec is None else codec_named(given.codec, given.block)
-        levels = SequenceRanks.of(grid.sequence, self._degree(grid))
+        parts = grid.shape.size("tensor") if self._divides_pieces else 1
+        levels = SequenceRanks.of(grid.sequence, self._degree(grid), parts)
         grid.close_first(levels)
         sparsity = None if self._config.sparse_attention.mode is None else self._config.sparse_attention
         if is_part:

@@ -201,6 +201,8 @@ class _Holder:
         if tokens is None:
             raise ValueError(f"rank {rank}: expected input_ids or inputs_embeds of the whole sequence")
         b, length = tokens.shape[:2]
+        tensors = [given[name] for name in sorted(given) if isinstance(given[name], Tensor)]
+        check_same(self.ranks, tensors, f"{tuple(tokens.shape)}, {sorted(given)}")
         self.pieces, self.calls = self.ranks.pieces(length), 0
         _under_way.set(self)
         self._check(tokens, given)
@@ -286,8 +288,6 @@ class _Holder:
 
     def _check(self, tokens: Tensor, given: Mapping[str, Any]) -> None:
         rank, length = self.ranks.rank, tokens.shape[1]
-        tensors = [given[name] for name in sorted(given) if isinstance(given[name], Tensor)]
-        check_same(self.ranks, tensors, f"{tuple(tokens.shape)}, {sorted(given)}")
         self.pieces.check_length(rank)
         for name, x in given.items():
             if name in ("attention_mask", "labels", "position_ids", "num_items_in_batch") or isinstance(x, _PLAIN):

@@ -30,19 +30,23 @@ class SequenceRanks:
         transport: Between all of them. A rank's neighbours in it are those of its node.
         ring: Between ranks with the same heads, one of each node; `transport` if each rank has all heads.
         heads: Between the ranks of a node, which divide the heads. None: each rank has all heads.
+        parts: Into how many equal parts layers between attention divide a piece: the ranks of a tensor plan that splits
+            sequences. Default 1.
     """
 
     transport: Transport
     ring: Transport
     heads: Transport | None = None
+    parts: int = 1
 
     @classmethod
-    def of(cls, transport: Transport | SequenceRanks, ulysses_degree: int = 1) -> SequenceRanks:
+    def of(cls, transport: Transport | SequenceRanks, ulysses_degree: int = 1, parts: int = 1) -> SequenceRanks:
         """Make the groups. All ranks of the transport, which must stay open.
 
         Args:
             transport: Between the ranks of the sequence. Ranks made before are returned as they are.
             ulysses_degree: How many neighbouring ranks, those of a node, divide the heads. Default 1: none.
+            parts: As the attribute.
 
         Raises:
             ValueError: It does not divide the ranks.
@@ -54,9 +58,9 @@ class SequenceRanks:
         if U < 1 or W % U:
             raise ValueError(f"rank {rank}: expected ulysses_degree to divide the {W} ranks of a sequence, got {U}")
         if U == 1:
-            return cls(transport, transport)
+            return cls(transport, transport, parts=parts)
         heads = transport.split(range(rank // U * U, rank // U * U + U))
-        return cls(transport, transport.split(range(rank % U, W, U)), heads)
+        return cls(transport, transport.split(range(rank % U, W, U)), heads, parts)
 
     @property
     def rank(self) -> int:
@@ -67,9 +71,20 @@ class SequenceRanks:
         """Return how sequences of a length are cut.
 
         Args:
-            length: Tokens of a sequence.
+            length: Tokens of a sequence, the same on all ranks.
+
+        Raises:
+            ValueError: A piece cannot be divided into its parts.
         """
-        return Pieces(length, self.transport.world_size, 1 if self.heads is None else self.heads.world_size)
+        pieces = Pieces(length, self.transport.world_size, 1 if self.heads is None else self.heads.world_size)
+        sizes = [pieces.size(rank) for rank in range(pieces.world_size)]
+        if any(size % self.parts for size in sizes):
+            raise ValueError(
+                f"rank {self.rank}: a tensor plan divides pieces among {self.parts} ranks, and those of {length} "
+                f"tokens have {', '.join(map(str, sizes))}; take a multiple of {2 * pieces.world_size * self.parts} "
+                "tokens, or a plan without split_sequence"
+            )
+        return pieces
 
     def close(self) -> None:
         """Release the groups that `of` has made; `transport` stays open. All ranks; idempotent."""
