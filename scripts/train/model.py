@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from onebit.comm import Codec
 from onebit.zero.sequence import SequenceRanks, ring_attention
+from onebit.zero.sequence.stages import Split
 
 VOCABULARY = 256
 
@@ -99,6 +100,10 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, keep: Keep | None = None, mask_B1TS: Tensor | None = None) -> Tensor:
         x_BTD = x_BTD + self._attend(self.attention_norm(x_BTD), keep, mask_B1TS)
         return x_BTD + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BTD))))
+
+    def compute_pieces(self, split: Split) -> None:
+        """For a pipeline of `model_layers.py`: from now on x is of a rank's piece of every text."""
+        self.core_attention = partial(split.attend, is_causal=self.is_causal)
 
     def _attend(self, x_BTD: Tensor, keep: Keep | None = None, mask_B1TS: Tensor | None = None) -> Tensor:
         qkv = self.qkv(x_BTD)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from onebit.zero import LayerSpec, PipelineModule, TiedLayerSpec
+from onebit.zero.sequence.stages import Split
 from train.model import SIZES, VOCABULARY, Block, ModelSize
 
 
@@ -21,9 +22,16 @@ class Positions(nn.Module):
     def __init__(self, size: ModelSize):
         super().__init__()
         self.weight = nn.Parameter(0.02 * torch.randn(size.context, size.width))
+        self.split: Split | None = None
+
+    def compute_pieces(self, split: Split) -> None:
+        """From now on x is of a rank's piece of every text."""
+        self.split = split
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD + self.weight[: x_BTD.shape[1]]
+        if self.split is None:
+            return x_BTD + self.weight[: x_BTD.shape[1]]
+        return x_BTD + self.weight[self.split.positions(x_BTD.device)]
 
 
 def _block(size: ModelSize) -> Block:

@@ -454,17 +454,21 @@ def test_arguments_that_contradict_each_other_are_refused(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(150)
 def test_ranks_of_a_sequence_train_as_one_rank_does(tmp_path: Path, pickled_corpus: str) -> None:
-    """Four ranks share each sequence; or two, with the layers in two slices. Losses of validation, too."""
+    """Four ranks share each sequence; or two, with layers in two slices, or in stages. Losses of validation, too."""
     common = ["--eval-every", "2", "--accumulate", "2", "--lr", "3e-3", "--context", "61"]
     layouts = {"four": ["--sequence", "4", "--zero", "0"], "two": ["--sequence", "2", "--tensor", "2", "--zero", "1"]}
+    layouts["stages"] = ["--sequence", "2", "--pipe", "2", "--zero", "1"]
     jobs = [flags(tmp_path / name, *common, *layout, optimizer="adamw", steps=4) for name, layout in layouts.items()]
-    ended = run_torchrun(4, train_ranks.runs, pickled_corpus, jobs, timeout_s=110).check()
-    assert ended.results == ([0, 0],) * 4
-    run(1, flags(tmp_path, *common, optimizer="adamw", steps=4))
-    alone = rows_without_times(tmp_path)
+    ended = run_torchrun(4, train_ranks.runs, pickled_corpus, jobs, timeout_s=140).check()
+    assert ended.results == ([0, 0, 0],) * 4
+    one, of_layers = tmp_path / "one", tmp_path / "layers"  # which have other initial values
+    run(1, flags(one, *common, optimizer="adamw", steps=4))
+    its = flags(of_layers, *common, "--zero", "0", "--pipe", "1", optimizer="adamw", steps=4)
+    run_torchrun(1, train_ranks.runs, pickled_corpus, [its]).check()
     for name in layouts:
+        alone = rows_without_times(of_layers if name == "stages" else one)
         for row, expected in zip(rows_without_times(tmp_path / name), alone, strict=True):
             assert int(row["sent_bytes"]) > 0 == int(expected["sent_bytes"])
             for key in ("loss", "val_loss"):
