@@ -140,6 +140,8 @@ def refused() -> dict[str, str]:
     by_head = {"mode": "fixed", "block": 4, "different_layout_per_head": True}
     sparse = config_of("heads divided", 2) | {"sparse_attention": by_head}
     note("sparse", lambda: zero.initialize(model=decoder(), config=sparse))
+    sliced, grid = config_of("stage 0", None), grids.start(timeout_s=30.0, shard=1, tensor=2, sequence=2)
+    note("slices", lambda: zero.initialize(model=decoder(), config=sliced | {"sparse_attention": by_head}, grid=grid))
     schedule = {"min_value": 4, "max_value": LENGTH, "schedule_config": {"require_steps": 2, "seq_per_step": 1}}
     kept = {"enabled": True, "layer_name": "model.layers.*", "random_ltd_schedule": schedule}
     efficiency = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": kept}}

@@ -68,6 +68,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> 
         ("0/1", "need equal weights"),
         ("twice", "are split already"),
         ("sparse", "different_layout_per_head gives each head a layout of its own"),
+        ("slices", "different_layout_per_head gives each head a layout of its own"),
         ("dropped", "random_ltd needs whole sequences on each rank"),
         ("blind", "see none of other ranks"),
     ],

@@ -64,16 +64,10 @@ class SequenceParallelism(Feature):
                 f"rank {asked.rank}: sequence_parallel_size is {config.sequence_ranks}, and data_efficiency."
                 "data_routing.random_ltd needs whole sequences on each rank; leave one of them out"
             )
-        sparsity = config.sparse_attention
-        if sparsity.different_layout_per_head and (degree != 1 or (config.onebit.tensor or 1) > 1):
-            raise ValueError(
-                f"rank {asked.rank}: ranks divide the heads of split sequences, and sparse_attention."
-                "different_layout_per_head gives each head a layout of its own; set it to false"
-            )
         if isinstance(asked.outline, Stage):
             check_stages_split(asked.outline, asked.rank)
         else:
-            check_splits(asked.outline, asked.rank, has_layout=sparsity.mode is not None)
+            check_splits(asked.outline, asked.rank, has_layout=config.sparse_attention.mode is not None)
         return cls(config, heads, divides_pieces=splits_sequence(asked.tensor_plan or {}))
 
     def prepare(self, model: nn.Module, grid: Grid, *, is_part: bool) -> None:
@@ -85,18 +79,23 @@ class SequenceParallelism(Feature):
                 "onebit.ranks_per_node to a multiple of sequence_parallel_size at stage 1 to 3, or take an optimizer "
                 "that exchanges in every step"
             )
-        given = self._config.onebit.sequence
+        given, sparsity = self._config.onebit.sequence, self._config.sparse_attention
+        if sparsity.different_layout_per_head and (given.ulysses_degree != 1 or grid.shape.size("tensor") > 1):
+            raise ValueError(
+                f"rank {grid.world.rank}: ranks divide the heads of split sequences, and sparse_attention."
+                "different_layout_per_head gives each head a layout of its own; set it to false"
+            )
         codec = None if given.codec is None else codec_named(given.codec, given.block)
         parts = grid.shape.size("tensor") if self._divides_pieces else 1
         levels = SequenceRanks.of(grid.sequence, self._degree(grid), parts)
         grid.close_first(levels)
-        sparsity = None if self._config.sparse_attention.mode is None else self._config.sparse_attention
+        its = None if sparsity.mode is None else sparsity
         if is_part:
-            split = Split(levels, codec, sparsity)  # one of all stages of this rank
+            split = Split(levels, codec, its)  # one of all stages of this rank
             for stage in parts_of(model):
                 cast(Stage, stage).split_sequences(split)
         else:
-            sequence_parallel(model, levels, codec=codec, sparsity=sparsity)
+            sequence_parallel(model, levels, codec=codec, sparsity=its)
 
     def _degree(self, grid: Grid) -> int:
         """How many ranks divide the heads. All ranks of a sequence."""
