@@ -14,6 +14,7 @@ from onebit.zero.sequence.pieces import Pieces
 from onebit.zero.sequence.ranks import SequenceRanks
 from onebit.zero.sequence.ring import ring_attention
 from onebit.zero.sequence.sight import Sight
+from onebit.zero.sequence.stages import Split
 from onebit.zero.sparse_attention import Layout, SparsityConfig, build_layout
 
 WORLDS = (1, 2, 3, 4, 5, 8)
@@ -121,6 +122,26 @@ def test_ranks_that_divide_heads_have_one_layout(W: int, U: int) -> None:
         torch.testing.assert_close(x.double(), expected, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="to 1 if heads differ"):
         in_pieces(W, given, U, layout=layout_of("fixed by head", True, 64))
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "all"])
+def test_layers_of_a_pipeline_see_by_the_layout(is_causal: bool) -> None:
+    """Of each batch in its own length."""
+    sparsity = SparsityConfig(mode="bslongformer", block=4, num_sliding_window_blocks=3)
+
+    def rank(transport: SimTransport) -> list[Tensor]:
+        split, found = Split(SequenceRanks.of(transport), None, sparsity), []
+        for length in (64, 83):
+            ids = torch.zeros(2, length, dtype=torch.int64)
+            split.cut([(ids, ids)], shifts=False)
+            q, k, v = (split.pieces.cut(x, transport.rank, 2) for x in drawn(length)[:3])
+            found.append(split.attend(q, k, v, is_causal=is_causal))
+        return found
+
+    for length, parts in zip((64, 83), zip(*run_ranks(3, rank), strict=True), strict=True):
+        seen = layout_of("bslongformer", is_causal, length).visible(length)
+        expected = whole(drawn(length), seen)[0]
+        torch.testing.assert_close(Pieces(length, 3).join([*parts], 2).double(), expected, rtol=0, atol=1e-5)
 
 
 def test_traffic_of_windows_and_global_blocks_does_not_grow_with_the_length() -> None:
