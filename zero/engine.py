@@ -439,7 +439,8 @@ class Engine:
 
     def _outputs(self, inputs: object, target: object) -> object:
         """Call the module of a rank without a pipeline; a decoder of transformers computes its loss itself."""
-        return self(*_several(inputs), **({"labels": target} if self._loss_fn is own_loss else {}))
+        named = {"labels": target} if self._loss_fn is own_loss else {}
+        return self(**inputs, **named) if isinstance(inputs, Mapping) else self(*_several(inputs), **named)
 
     def _own_batches(self) -> Iterator[pipeline.Batch]:
         """Return the given iterator, or else the loader's batches, from its current position."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from sequence_ranks import decoder
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from onebit import zero
 from onebit.comm import init
@@ -36,6 +37,7 @@ CASES: dict[str, Case] = {
     "windows": ("windows", 2, DENSE, {}, {}),
     "gpt2": ("gpt2", 0, DENSE, {}, {}),
     "sparse": ("sparse", 2, DENSE, {}, {}),
+    "packed": ("packed", 1, DENSE, {}, {}),
     "heads divided": ("llama", 0, DENSE, {}, {"sequence": {"ulysses_degree": "auto"}}),
     "layers": ("layers", 0, DENSE, {}, {}),
     "layers, interleaved": ("layers", 1, DENSE, {"schedule": "interleaved"}, {}),
@@ -44,6 +46,8 @@ CASES: dict[str, Case] = {
     "compressed": ("llama", 0, COMPRESSING, {}, {"compression": "always"}),
 }
 """Model, ZeRO stage, optimizer, and the blocks "pipeline" and "onebit"; all but the last equal AdamW in one process."""
+ELSEWHERE = {"one stage": ("layers", 1, 4), "whole": ("packed", 2, 1), "one module": ("packed", 1, 2)}
+"""A case in another number of stages, and of ranks of a sequence."""
 SLICED: dict[str, Case] = {
     "llama, stage 3": ("llama", 3, DENSE, {"schedule": "gpipe"}, {"tensor": 2, "ranks_per_node": 8}),
     "sparse": ("sparse", 0, DENSE, {}, {"tensor": 2}),
@@ -104,6 +108,10 @@ def layers(block: type[nn.Module] = PieceBlock) -> zero.PipelineModule:
 def model_of(kind: str) -> Any:
     if kind in PLANS:
         return layers()
+    if kind == "packed":  # layers are computed again after the next micro-batch, which has other documents
+        model = decoder()
+        model.gradient_checkpointing_enable()
+        return model
     if kind != "gpt2":
         return decoder(in_windows=kind == "windows")
     import transformers
@@ -123,7 +131,16 @@ def dataset(kind: str) -> TensorDataset:
     ids = torch.randint(1, 97, (STEPS * ROWS, 21), generator=generator)
     labels = ids.clone()
     labels[:, :5] = -100  # so that pieces count differently
-    return TensorDataset(ids, labels)
+    if kind != "packed":
+        return TensorDataset(ids, labels)
+    begins = torch.randint(2, 19, (len(ids), 1), generator=generator)  # of each row's second document
+    places = torch.arange(ids.shape[1]).expand_as(ids)
+    return TensorDataset(ids, labels, places - begins * (places >= begins))
+
+
+def batch_of(columns: Sequence[Tensor]) -> Any:
+    """Inputs and target; of packed documents by name."""
+    return columns if len(columns) == 2 else dict(zip(("input_ids", "labels", "position_ids"), columns, strict=True))
 
 
 def start(case: Case, stages: int = 2, sequence: int = 2, **given: Any) -> Any:
@@ -141,6 +158,7 @@ def start(case: Case, stages: int = 2, sequence: int = 2, **given: Any) -> Any:
     if kind in PLANS and "tensor" in ours:
         given = {"tensor_plan": PLANS[kind]} | given
     given = {"model": model_of(kind), "training_data": dataset(kind)} | given
+    given |= {"collate_fn": lambda rows: batch_of(default_collate(rows))}
     return zero.initialize(config=config, **given)[0]
 
 
@@ -153,7 +171,7 @@ def trained(case: Case) -> tuple[Any, dict[str, Any]]:
     engine = start(case)
     facts: dict[str, Any] = {"data": engine.grid.data}
     if case[3].get("schedule") != "zbv":
-        facts["eval"] = float(engine.eval_batch(iter([engine.loader.dataset[0:ROWS]] * 2)))
+        facts["eval"] = float(engine.eval_batch(iter([batch_of(engine.loader.dataset[0:ROWS])] * 2)))
     return engine, facts | {"loss": train(engine, STEPS), "weights": engine.module_state_dict()}
 
 
@@ -161,18 +179,19 @@ def two_stages(folder: str) -> None:
     """Write what this rank finds to a file."""
     world = init("gloo", levels=1)
     facts: dict[str, Any] = {}
-    for name, case in CASES.items():
-        facts[name] = trained(case)[1]
+    for name, its in CASES.items():
+        facts[name] = trained(its)[1]
         if name in RESUMING:
-            first, second = start(case), start(case)
+            first, second = start(its), start(its)
             train(first, RESUMED)
             first.save_checkpoint(f"{folder}/{name}")
             second.load_checkpoint(f"{folder}/{name}")
             again = train(second, STEPS - RESUMED) == facts[name]["loss"][RESUMED:]
             pairs = zip(second.module_state_dict().values(), facts[name]["weights"].values(), strict=True)
             facts[name]["resumed"] = again and all(torch.equal(a, b) for a, b in pairs)
-    engine = start(CASES["layers"], stages=1, sequence=4)
-    facts["one stage"] = {"loss": train(engine, STEPS), "weights": engine.module_state_dict()}
+    for name, (case, stages, sequence) in ELSEWHERE.items():
+        engine = start(CASES[case], stages=stages, sequence=sequence)
+        facts[name] = {"loss": train(engine, STEPS), "weights": engine.module_state_dict()}
     torch.save(facts | {"refused": refused()}, f"{folder}/{world.rank}.pt")
 
 
@@ -215,8 +234,9 @@ def alone(kind: str) -> tuple[list[float], dict[str, Tensor]]:
         replace_attention(built, SPARSE)
     data = zero.data.ShardedLoader(dataset(kind), ROWS, rank=0, world_size=1)
     optimizer, losses = torch.optim.AdamW(built.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.0), []
-    for ids, targets in data:
-        loss = token_loss(built(ids), targets) if kind in PLANS else built(input_ids=ids, labels=targets).loss
+    for ids, targets, *places in data:
+        named = dict(zip(("position_ids",), places, strict=False))
+        loss = token_loss(built(ids), targets) if kind in PLANS else built(input_ids=ids, labels=targets, **named).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

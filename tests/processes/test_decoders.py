@@ -187,10 +187,18 @@ def test_padding_at_the_end_needs_no_mask() -> None:
     for wrong, says in (
         ({"attention_mask": mask.flip(1)}, "pad rows at the end"),
         ({"attention_mask": mask, "labels": ids}, "with labels of -100"),
-        ({"position_ids": ids}, "input_ids and labels, got input_ids, labels, position_ids"),
+        ({"token_type_ids": ids}, "input_ids and labels, got input_ids, labels, token_type_ids"),
+        ({"attention_mask": mask, "position_ids": ids}, "drop the mask if positions begin anew"),
     ):
         with pytest.raises(ValueError, match=says):
             pair_of({"input_ids": ids, "labels": labels} | wrong)
+
+
+def test_a_second_input_without_a_name_is_refused() -> None:
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    (stage,) = DecoderPipeline(decoder("llama"), Pipelining(stages=2)).stages([range(2)])
+    with pytest.raises(ValueError, match="take input_ids, got 2 inputs; give a dict that names them"):
+        stage.cut([((ids, ids), ids)])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_torchrun
-from sequence_pipeline_ranks import CASES, RESUMING, SLICED, alone, two_sliced_stages, two_stages
+from sequence_pipeline_ranks import CASES, ELSEWHERE, RESUMING, SLICED, alone, two_sliced_stages, two_stages
 
 pytest.importorskip("transformers")
 
@@ -31,9 +31,9 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", [*CASES, "one stage"])
+@pytest.mark.parametrize("case", [*CASES, *ELSEWHERE])
 def test_it_equals_one_process_with_the_same_global_batch(ranks: list[Rank], case: str) -> None:
-    check(ranks, case, CASES[case][0] if case in CASES else "layers")
+    check(ranks, case, CASES[case][0] if case in CASES else ELSEWHERE[case][0])
 
 
 @pytest.mark.timeout(300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -379,16 +380,16 @@ def test_a_window_that_only_the_mask_or_only_the_layer_has() -> None:
 
 def test_masks_that_are_no_windows_are_refused() -> None:
     masking = pytest.importorskip("transformers.masking_utils")
-    causal, both = (lambda size: huggingface._Window(size, True)), (lambda size: huggingface._Window(size, False))
+    causal, both = (partial(huggingface._is_window, is_causal=is_causal) for is_causal in (True, False))
     for size in (1, 4, 7):
         before = masking.sliding_window_causal_mask_function(size)
         around = masking.sliding_window_bidirectional_mask_function(size)
-        assert huggingface._is_window(before, causal(size)) and huggingface._is_window(around, both(size + 1))
-        assert not huggingface._is_window(before, causal(size + 1)) and not huggingface._is_window(around, both(size))
-        assert not huggingface._is_window(around, causal(size)) and not huggingface._is_window(before, both(size + 1))
-        assert not huggingface._is_window(masking.causal_mask_function, causal(size))
-    assert not huggingface._is_window(masking.chunked_causal_mask_function(4, torch.zeros(1).long()), causal(4))
+        assert causal(before, size) and both(around, size + 1)
+        assert not causal(before, size + 1) and not both(around, size)
+        assert not causal(around, size) and not both(before, size + 1)
+        assert not causal(masking.causal_mask_function, size)
+    assert not causal(masking.chunked_causal_mask_function(4, torch.zeros(1).long()), 4)
     blocks = masking.or_masks(
         masking.sliding_window_causal_mask_function(4), masking.blockwise_overlay(torch.zeros(1, 4).long())
     )
-    assert not huggingface._is_window(blocks, causal(4))
+    assert not causal(blocks, 4)

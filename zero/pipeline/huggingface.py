@@ -145,19 +145,29 @@ class DecoderStage(Stage):
         self._init_weights = cast(Any, model)._init_weights  # `materialize` computes tables of rotations by it
 
     def forward(self, *inputs: object) -> object:
-        """Return the logits of the last stage, the activations of another."""
+        """Return the logits of the last stage, the activations of another, with positions if they came with some."""
         model: Any = self._model[0]
-        given = {"input_ids" if self._is_first else "inputs_embeds": inputs[0], "use_cache": False}
+        x, *positions = inputs
+        given = {"input_ids" if self._is_first else "inputs_embeds": x, "use_cache": False}
+        if positions:
+            given["position_ids"] = positions[0]
         if self._is_last:
             return model(**given).logits
-        return getattr(model, model.base_model_prefix)(**given).last_hidden_state
+        x = getattr(model, model.base_model_prefix)(**given).last_hidden_state
+        return (x, *positions) if positions else x
 
     def split_sequences(self, split: Split) -> None:
         self.split = split
         split_stage(self._model[0], split.ranks, split.codec, lambda: split.pieces, split.sparsity)
 
     def cut(self, batches: list[Batch]) -> list[Batch]:
-        return batches if self.split is None else self.split.cut(batches, shifts=True)
+        """Return pieces, as other stages do, but positions whole: they tell what a piece's tokens see of others."""
+        whole = [(_columns(inputs), target) for inputs, target in batches]
+        pieces: Sequence[Batch] = whole if self.split is None else self.split.cut(whole, shifts=True)
+        return [
+            ((cast("tuple[Tensor, ...]", its)[0], *positions), target)
+            for (its, target), ((_, *positions), _) in zip(pieces, whole, strict=True)
+        ]
 
     def train(self, mode: bool = True) -> DecoderStage:
         self._model[0].train(mode)
@@ -166,6 +176,21 @@ class DecoderStage(Stage):
 
     def blocks(self) -> list[nn.Module]:
         return self._blocks
+
+
+def _columns(inputs: object) -> tuple[Tensor, ...]:
+    """What goes through stages: input_ids and, if `pair_of` has found some, position_ids.
+
+    Raises:
+        ValueError: There is another input, and no name.
+    """
+    if isinstance(inputs, Mapping):
+        return inputs["input_ids"], inputs["position_ids"]
+    if isinstance(inputs, tuple | list) and len(inputs) > 1:
+        raise ValueError(
+            f"stages of a decoder take input_ids, got {len(inputs)} inputs; give a dict that names them, with labels"
+        )
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (cast(Tensor, inputs),)
 
 
 class _Elsewhere(nn.Module):
@@ -185,21 +210,29 @@ class _NoPositions(nn.Module):
 def pair_of(batch: object) -> Batch:
     """(inputs, target) of a micro-batch: as given, or of a dict as transformers' collators make it.
 
+    Inputs of a dict are input_ids, or a dict of them and position_ids, which begin anew with each packed document.
+
     Raises:
-        ValueError: The dict has no labels, other inputs, or rows that are padded anywhere but at the end, where labels
-            must be -100.
+        ValueError: The dict has no labels, other inputs, position_ids as well as a mask, or rows that are padded
+            anywhere but at the end, where labels must be -100.
     """
     if not isinstance(batch, Mapping):
         return cast(Batch, batch)
-    strange = sorted(batch.keys() - {"input_ids", "labels", "attention_mask"})
+    strange = sorted(batch.keys() - {"input_ids", "labels", "attention_mask", "position_ids"})
     if strange or not {"input_ids", "labels"} <= batch.keys():
         raise ValueError(
             f"train_batch() takes micro-batches with input_ids and labels, got {', '.join(batch)}; drop the others"
         )
-    mask, labels = batch.get("attention_mask"), batch["labels"]
+    mask, labels, positions = batch.get("attention_mask"), batch["labels"], batch.get("position_ids")
+    if mask is not None and positions is not None:
+        raise ValueError(
+            "a micro-batch has position_ids and an attention_mask; drop the mask if positions begin anew with each "
+            "packed document, or else the positions"
+        )
     if mask is not None and bool(((mask.diff(dim=1) > 0).any()) | (labels[mask == 0] != -100).any()):
         raise ValueError(
             "attention_mask is not sent through stages: pad rows at the end (padding_side='right') with "
             "labels of -100, which needs no mask, or pack the rows"
         )
-    return batch["input_ids"], labels
+    ids = batch["input_ids"]
+    return (ids if positions is None else {"input_ids": ids, "position_ids": positions}), labels

@@ -155,19 +155,34 @@ def _hold(model: Any, ranks: SequenceRanks, codec: Codec | None, sparsity: Spars
     return holder
 
 
-@dataclass(frozen=True)
-class _Window:
-    """In place of a mask: tokens see this many, with themselves, to each side that they see."""
+class _Pass:
+    """A forward pass: how its sequences are cut, and the documents of the whole batch, if it is packed."""
 
-    tokens: int
-    is_causal: bool
+    def __init__(self, pieces: Pieces, documents: Tensor | None = None):
+        self.pieces, self.documents = pieces, documents
+        self.sights: dict[tuple[bool, int | None, int], Sight] = {}
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """In place of a mask. Layers that are computed again have the pass in it, after others have begun.
+
+    Attributes:
+        of: The pass.
+        window: Tokens see this many, with themselves, to each side that they see. None: all.
+        is_causal: Of the window.
+    """
+
+    of: _Pass
+    window: int | None = None
+    is_causal: bool = True
 
 
 class _Holder:
     """What the attention modules of a model share.
 
     Attributes:
-        pieces: Of the sequences of the last forward pass.
+        now: The last forward pass.
         calls: Calls of the attention function in that pass.
         codec: Format in which keys and values travel.
     """
@@ -181,12 +196,10 @@ class _Holder:
         sparsity: SparsityConfig | None,
     ):
         self._sparsity = sparsity
-        self.ranks, self.pieces, self.calls = ranks, ranks.pieces(0), 0
+        self.ranks, self.now, self.calls = ranks, _Pass(ranks.pieces(0)), 0
         self._first_position, self.codec = first_position, codec
         self._sees_all = not all(_is_causal(module) for module in model.modules() if hasattr(module, "is_causal"))
         self._labels: tuple[Tensor, Tensor | float] | None = None
-        self._documents: Tensor | None = None
-        self._sights: dict[tuple[bool, int | None, int], Sight] = {}
         self._names = list(inspect.signature(model.forward).parameters)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Holder:
@@ -203,7 +216,7 @@ class _Holder:
         b, length = tokens.shape[:2]
         tensors = [given[name] for name in sorted(given) if isinstance(given[name], Tensor)]
         check_same(self.ranks, tensors, f"{tuple(tokens.shape)}, {sorted(given)}")
-        self.pieces, self.calls = self.ranks.pieces(length), 0
+        self.now, self.calls = _Pass(self.ranks.pieces(length)), 0
         _under_way.set(self)
         self._check(tokens, given)
         found: dict[str, Any] = {
@@ -214,7 +227,7 @@ class _Holder:
         size = self.pieces.size(rank)
         places = given["position_ids"] if "position_ids" in given else self._positions(tokens)
         found["position_ids"] = self.pieces.cut(places, rank).expand(b, size)
-        self._documents, self._sights = self._packed(given), {}
+        self.now = _Pass(self.pieces, self._packed(given))
         # transformers would take the jump between a piece's chunks for the border of two packed documents.
         found["attention_mask"] = torch.ones(b, size, dtype=torch.int64, device=tokens.device)
         if "use_cache" in self._names:
@@ -222,32 +235,39 @@ class _Holder:
         self._labels = self._cut_labels(model, given) if "labels" in given else None
         return (), found
 
+    @property
+    def pieces(self) -> Pieces:
+        """Of the sequences of the last forward pass."""
+        return self.now.pieces
+
     def place(
         self, pieces: Callable[[], Pieces], base: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The hook before a stage's forward, whose arguments are of a piece: its positions."""
-        if (now := pieces()) != self.pieces:
-            self.pieces, self._sights = now, {}
+        """The hook before a stage's forward, whose arguments are of a piece: its positions, of those of the whole."""
+        places = named.get("position_ids")
+        documents = None if places is None else self._packed(named)
+        if (now := pieces()) != self.pieces or documents is not None or self.now.documents is not None:
+            self.now = _Pass(now, documents)
         _under_way.set(self)
         x = next(named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None)
-        places = now.positions(self.ranks.rank, x.device).expand(x.shape[:2])
+        its = now.positions(self.ranks.rank, x.device) if places is None else now.cut(places, self.ranks.rank)
         ones = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)  # as in `cut`
-        return args, named | {"position_ids": places, "attention_mask": ones}
+        return args, named | {"position_ids": its.expand(x.shape[:2]), "attention_mask": ones}
 
-    def sight(self, *, is_causal: bool, window: int | None, heads: int) -> Sight:
-        """What tokens see in a layer of the pass under way, with this many query heads."""
+    def sight(self, of: _Pass, *, is_causal: bool, window: int | None, heads: int) -> Sight:
+        """What tokens see in a layer of a pass, with this many query heads."""
         key = is_causal, window, heads
-        if key not in self._sights:
-            sparsity, length = self._sparsity, self.pieces.length
-            self._sights[key] = Sight(
-                self.pieces,
+        if key not in of.sights:
+            sparsity, length = self._sparsity, of.pieces.length
+            of.sights[key] = Sight(
+                of.pieces,
                 is_causal=is_causal,
                 window=window,
-                documents=self._documents,
+                documents=of.documents,
                 layout=None if sparsity is None else build_layout(sparsity.of_model(is_causal), heads, length),
                 rank=self.ranks.rank,
             )
-        return self._sights[key]
+        return of.sights[key]
 
     def _positions(self, tokens: Tensor) -> Tensor:
         """The model's own positions of the whole sequence."""
@@ -362,24 +382,26 @@ def _attention(
     holder.calls += 1
     said = options.get("is_causal")
     is_causal = _is_causal(module) if said is None else bool(said)
-    window = attention_mask.tokens if isinstance(attention_mask, _Window) else None
-    if isinstance(attention_mask, _Window) and attention_mask.is_causal != is_causal:
+    mask = attention_mask if isinstance(attention_mask, _Mask) else _Mask(holder.now)
+    window = mask.window
+    if window is not None and mask.is_causal != is_causal:
         raise ValueError(
             f"rank {holder.ranks.rank}: {type(module).__name__} is {'' if is_causal else 'not '}causal, and its "
             "mask's window is of the other kind: it is not clear what its tokens see"
         )
     its = options.get("sliding_window")
-    if window is None and its is not None and not (isinstance(its, int) and its >= holder.pieces.length):
+    length = mask.of.pieces.length
+    if window is None and its is not None and not (isinstance(its, int) and its >= length):
         raise ValueError(
             f"rank {holder.ranks.rank}: {type(module).__name__} asks for a window of {its} tokens, which its mask "
-            f"does not have, for a sequence of {holder.pieces.length}: it is not clear what its tokens see"
+            f"does not have, for a sequence of {length}: it is not clear what its tokens see"
         )
     out = attention_by_sight(
         query,
         key,
         value,
         holder.ranks,
-        holder.sight(is_causal=is_causal, window=window, heads=query.shape[1]),
+        holder.sight(mask.of, is_causal=is_causal, window=window, heads=query.shape[1]),
         scale=scaling,
         softcap=cast("float | None", options.get("softcap")),
         dropout=dropout,
@@ -390,35 +412,36 @@ def _attention(
 
 def _window_of_mask(
     *args: object, mask_function: Callable[..., Any] | None = None, local_size: object = None, **options: object
-) -> _Window | None:
-    """The registry's mask: at most a window, as the ring knows what else a token sees.
+) -> _Mask | None:
+    """The registry's mask: at most a window and documents, as the ring knows what else a token sees.
 
     Raises:
         ValueError: The model hides more than the future and what is outside of a window.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+    now = _under_way.get().now
+    whole = None if now.documents is None else _Mask(now)
     if mask_function in (None, causal_mask_function, bidirectional_mask_function):
-        return None
-    if isinstance(local_size, int) and local_size >= _under_way.get().pieces.length and not options.get("use_vmap"):
-        return None  # to whichever side it is, it hides nothing
+        return whole
+    if isinstance(local_size, int) and local_size >= now.pieces.length and not options.get("use_vmap"):
+        return whole  # to whichever side it is, it hides nothing
     if isinstance(local_size, int) and not options.get("use_vmap"):
         for is_causal in (True, False):
-            window = _Window(local_size if is_causal else local_size + 1, is_causal)
-            if _is_window(mask_function, window):
-                return window
+            size = local_size if is_causal else local_size + 1
+            if _is_window(mask_function, size, is_causal=is_causal):
+                return _Mask(now, size, is_causal)
     raise ValueError(
         "this model hides other tokens than the future and those outside of a window (chunks, tokens seen both ways), "
         "which ring attention cannot express"
     )
 
 
-def _is_window(mask_function: Callable[..., Any], window: _Window) -> bool:
-    """Whether a token sees those of the window: looked up at both edges, from several places."""
-    size = window.tokens
+def _is_window(mask_function: Callable[..., Any], size: int, *, is_causal: bool) -> bool:
+    """Whether a token sees a window of this size: looked up at both edges, from several places."""
     place = torch.arange(size, 2 * size + 8, dtype=torch.int64, device=torch.device("cpu"))
     none = torch.zeros((), dtype=torch.int64, device=place.device)
-    last = 0 if window.is_causal else size - 1
+    last = 0 if is_causal else size - 1
     try:
         seen = [bool(mask_function(none, none, place, place - k).all()) for k in (-last, 0, size - 1)]
         hidden = [bool(mask_function(none, none, place, place - k).any()) for k in (-last - 1, size)]
