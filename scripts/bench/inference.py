@@ -1,12 +1,13 @@
-"""Tokens per second of init_inference, transformers' generate and torchao, in turn; and split over a slow network.
+"""Tokens per second of init_inference, transformers' generate, torchao and llama.cpp, in turn; and split over hosts.
 
     python scripts/bench.py inference --record runs/inference.md
     python scripts/bench.py inference --size llama-40m qwen-40m --network none --record FILE
 
 Models with random weights, without end tokens. All sides are measured in one process, in turn, `--repeats` times; the
 medians are compared. The first pass (compiling, caches) is thrown away; so is the prompt's, for all sides: the time of
-one token is taken from that of all but one. torchao is measured if it is installed. Then a GPT-2 split over two hosts
-(network namespaces) at --network, against the plan. The latter needs root and iproute2.
+one token is taken from that of all but one. torchao and llama.cpp (`peer_llama.py`) are sides if they are installed.
+Then a GPT-2 split over two hosts (network namespaces) at --network, against the plan. The latter needs root and
+iproute2.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from reports import publish
 from torch import Tensor
 
+from bench import peer_llama
 from bench.ranks import need_hosts, on_hosts
 from bench.record import describe_machine, parser_of
 from onebit import comm
@@ -119,15 +121,24 @@ def has_torchao() -> bool:
     return importlib.util.find_spec("torchao") is not None
 
 
-def peers(size: str, context: int, dtypes: Sequence[str]) -> dict[str, Any]:
-    """The other sides: transformers in float32 and bfloat16, and torchao's models if it is installed."""
+Generate = Callable[[Tensor, int], object]
+"""Of prompts [B, T], and how many tokens follow each."""
+
+
+def peers(size: str, context: int, rows: int, dtypes: Sequence[str]) -> dict[str, Generate]:
+    """The other sides: transformers in float32 and bfloat16; torchao's models and llama.cpp's if they are installed."""
     found = {"transformers fp32": build(size, context)}
     if "bf16" in dtypes:
         found["transformers bf16"] = build(size, context).to(torch.bfloat16)
     if has_torchao():
         few = [dtype for dtype in ("int8", "int4") if dtype in dtypes]
         found |= {f"torchao {dtype}": of_torchao(build(size, context), dtype) for dtype in few}
-    return found
+    sides: dict[str, Generate] = {name: partial(their_tokens, model) for name, model in found.items()}
+    if not peer_llama.why_not(found["transformers fp32"]):
+        for dtype in dtypes:
+            model = peer_llama.LlamaCpp(build(size, context), dtype, context, rows, torch.get_num_threads())
+            sides[f"llama.cpp {dtype}"] = model.generate
+    return sides
 
 
 def compare(args: argparse.Namespace) -> list[dict]:
@@ -138,19 +149,17 @@ def compare(args: argparse.Namespace) -> list[dict]:
     lines = []
     context = max(args.prompts) + args.new
     for size in args.size:
-        theirs = peers(size, context, args.dtypes)
+        theirs = peers(size, context, max(args.batches), args.dtypes)
         ours = {
             dtype: init_inference(
                 build(size, context), dtype=dtype, kernel_inject=not args.eager, max_out_tokens=context
             )
             for dtype in args.dtypes
         }
-        whole = sum(p.numel() for p in theirs["transformers fp32"].parameters())
+        whole = sum(p.numel() for p in build(size, context).parameters())
         for batch, length in itertools.product(args.batches, args.prompts):
             prompt = torch.randint(8192, (batch, length), generator=torch.Generator().manual_seed(0))
-            sides: dict[str, Callable[[int], object]] = {}
-            for name, model in theirs.items():
-                sides[name] = partial(their_tokens, model, prompt)
+            sides: dict[str, Callable[[int], object]] = {name: partial(of, prompt) for name, of in theirs.items()}
             for dtype, engine in ours.items():
                 sides[dtype] = partial(our_tokens, engine, prompt)
             found = {"size": size, "parameters": whole, "batch": batch, "prompt": length}
@@ -266,9 +275,10 @@ def report(lines: list[dict], split: dict | None, args: argparse.Namespace) -> s
     text = rates_table(lines, args) if lines else []
     if split is not None:
         text += split_table(split, args, machine["memory_bytes_per_s"] / machine["cores"])
+    packages = "".join(map(_version, ("transformers", "torchao", "llama-cpp-python")))
     text.append(
-        f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
-        f"{_version('transformers')}{_version('torchao')}, revision {machine['revision']}, load {machine['load']}.\n"
+        f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}{packages}, revision "
+        f"{machine['revision']}, load {machine['load']}.\n"
     )
     return "\n".join(text)
 

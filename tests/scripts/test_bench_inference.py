@@ -51,6 +51,7 @@ def test_sides_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_line_for_every_side_batch_and_prompt(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(bench, "has_torchao", lambda: False)
+    monkeypatch.setattr(bench.peer_llama, "why_not", lambda model: "not now")
     small = bench.Shape(bench.SHAPES[size].family, 1, 64, 4, 2, 128)
     monkeypatch.setitem(bench.SHAPES, size, small)
     tokens: list[tuple[int, ...]] = []
@@ -82,6 +83,29 @@ def test_a_line_for_every_side_batch_and_prompt(size: str, monkeypatch: pytest.M
         "12.0",
         "2.00 ×",
     ]
+
+
+@pytest.mark.parametrize("size", ["llama-40m", "qwen-40m"])
+def test_llama_cpp_has_the_models_own_weights(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy tokens of two rows are transformers', in float32; in few bits the logits are near."""
+    for name in ("transformers", "llama_cpp", "gguf"):
+        pytest.importorskip(name)
+    monkeypatch.setitem(bench.SHAPES, size, bench.Shape(bench.SHAPES[size].family, 2, 64, 4, 2, 128))
+    model, prompt = bench.build(size, 24), torch.arange(14).view(2, 7)
+    with torch.no_grad():
+        expected = model(prompt).logits[:, -1]
+    for dtype, bound in {"fp32": 0.01, "bf16": 0.05, "int8": 0.1, "int4": 1.0}.items():
+        theirs = bench.peer_llama.LlamaCpp(model, dtype, 24, 2, 1)
+        torch.testing.assert_close(
+            theirs._logits(prompt, 0), expected, rtol=0, atol=bound * float(expected.abs().max())
+        )
+        if dtype == "fp32":
+            assert torch.equal(theirs.generate(prompt, 9), bench.their_tokens(model, prompt, 9))
+
+
+def test_what_llama_cpp_lacks_is_said() -> None:
+    pytest.importorskip("transformers")
+    assert bench.peer_llama.why_not(bench.build("25m", 8))
 
 
 def test_the_plan_is_given_what_was_measured_but_the_split() -> None:
