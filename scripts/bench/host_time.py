@@ -1,6 +1,7 @@
-"""What a step costs the host alone: buckets of one block each, so that the arithmetic is next to nothing.
+"""What a step costs the host alone: buckets of one block each, whose arithmetic is next to nothing, or larger ones.
 
     python scripts/bench.py host_time
+    python scripts/bench.py host_time --buckets 15 --elements 1700000 --repeats 20
 
 The most that capturing a step in a CUDA graph could save is the time in which the host prepares and launches it. Here
 the CPU's kernels run inside a step, on 256 parameters a bucket; what a GPU's launches take is not measured here.
@@ -42,15 +43,19 @@ class Side:
 
 def ours(name: str, kind: Callable[..., Optimizer], phase: str, **options: object) -> Side:
     """With a parameter in each bucket."""
-    options["bucket_cap_mb"] = BLOCK * 4 / 2**20
-    return Side(name, lambda params: kind(params, lr=1e-4, transport=Silent(0, RANKS), **options), phase)
+
+    def make(params: list[Tensor]) -> Optimizer:
+        own = options | {"bucket_cap_mb": params[0].numel() * 4 / 2**20}
+        return kind(params, lr=1e-4, transport=Silent(0, RANKS), **own)
+
+    return Side(name, make, phase)
 
 
 SIDES = (
     Side("torch.optim.AdamW(foreach=True)", lambda params: AdamW(params, lr=1e-4, foreach=True)),
     Side("torch.optim.AdamW(fused=True)", lambda params: AdamW(params, lr=1e-4, fused=True)),
     ours("OnebitAdam", OnebitAdam, "compressed", **SIGNS),
-    ours("OnebitAdam, max_grad_norm", OnebitAdam, "compressed", **SIGNS, max_grad_norm=1.0),
+    ours("OnebitAdam, every step clipped", OnebitAdam, "compressed", **SIGNS, max_grad_norm=1e-3),
     ours("ZeroOneAdam, a local step", ZeroOneAdam, "local", **LOCAL),
     ours("ShardedOnebitAdam, overlap=False", ShardedOnebitAdam, "compressed", warmup_steps=WARM, overlap=False),
 )
@@ -59,25 +64,28 @@ SIDES = (
 class Running:
     """A side in training, past its warm-up."""
 
-    def __init__(self, side: Side, buckets: int):
+    def __init__(self, side: Side, buckets: int, elements: int):
         generator = torch.Generator().manual_seed(0)
-        self.params = [nn.Parameter(torch.randn(BLOCK, generator=generator)) for _ in range(buckets)]
-        self.side, self.optimizer = side, side.make(list(self.params))
+        self.params = [nn.Parameter(torch.randn(elements, generator=generator)) for _ in range(buckets)]
+        self.gradients = [torch.randn(elements, generator=generator) for _ in self.params]
+        self.side, self.optimizer, self.size = side, side.make(list(self.params)), 1.1
         for _ in range(8 * WARM):
             self.step_s()
 
     def step_s(self) -> float:
-        """Seconds of a step. Gradients are there before."""
-        for p in self.params:
-            p.grad = torch.randn(BLOCK)
+        """Seconds of a step. Gradients are there before, larger and smaller in turn: no norm is as expected."""
+        torch._foreach_mul_(self.gradients, self.size)
+        self.size = 1 / self.size
+        for p, g in zip(self.params, self.gradients, strict=True):
+            p.grad = g
         spent = seconds(self.optimizer.step)
         self.optimizer.zero_grad()
         return spent
 
 
-def timings(buckets: int, repeats: int) -> list[Timing]:
+def timings(buckets: int, elements: int, repeats: int) -> list[Timing]:
     """Of each side. Raises RuntimeError where a timed step was of another phase than its row says."""
-    running = [Running(side, buckets) for side in SIDES]
+    running = [Running(side, buckets, elements) for side in SIDES]
     found: list[list[float]] = [[] for _ in running]
     for _ in range(repeats):
         for each, spent in zip(running, found, strict=True):
@@ -91,12 +99,13 @@ def timings(buckets: int, repeats: int) -> list[Timing]:
 def main(argv: Sequence[str]) -> None:
     parser = parser_of("host_time", __doc__)
     parser.add_argument("--buckets", type=int, nargs="+", default=[8, 64], help="how many (default: 8 64)")
+    parser.add_argument("--elements", type=int, default=BLOCK, help="of a bucket (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=300, help="steps of each optimizer (default: %(default)s)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     logging.getLogger("onebit").setLevel(logging.ERROR)  # it warns that the absent ranks have the same gradients
-    columns = [timings(n, args.repeats) for n in args.buckets]
+    columns = [timings(n, args.elements, args.repeats) for n in args.buckets]
     rows = [(side.name, *row) for side, *row in zip(SIDES, *columns, strict=True)]
     heads = ("ms of a step", *(f"{n} buckets" for n in args.buckets))
-    how = f"{args.repeats} steps of all in turn, one thread, median (quartiles)"
+    how = f"Buckets of {args.elements:,} elements; {args.repeats} steps of all in turn, one thread, median (quartiles)"
     publish(args, f"# What a step costs the host\n\n{here()}\n\n{how}\n\n{table(heads, rows)}\n")
