@@ -126,6 +126,7 @@ def sequence_table(run: SequenceRun) -> Table:
     heading = "ranks", "ulysses_degree", "MB sent/host", "s compute", "s traffic", "s/step", "GB activations", ""
     sees = "causal" if run.window is None else f"windows of {run.window}"
     what = f"{run.params:.4g} parameters in {run.dtype}, one sequence of {run.tokens:,} tokens, {sees}"
+    what += "" if run.codec is None else f", keys and values in {run.codec}"
     return Table(
         f"{what}, {run.hosts} x {run.ranks_per_host} ranks, {run.link_bits_per_s / 1e9:g} Gbit/s", heading, rows
     )
@@ -249,6 +250,7 @@ def _sequence(args: argparse.Namespace) -> Answer:
         ranks_per_host=args.ranks_per_host,
         window=args.window,
         dtype=args.dtype,
+        codec=args.kv,
         link_bits_per_s=args.link,
         flops_per_s=args.tflops * 1e12,
     )
@@ -281,6 +283,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", type=float, default=20.0, metavar="GB/s", help="with --serve: bandwidth of memory (default: 20)")
     add("--sequence", type=attention_shape, metavar="LAYERSxWIDTHxHEADS[xGROUPS]", help="plan sequence_parallel: one "
         "sequence of --tokens over all ranks, each of --tflops")  # fmt: skip
+    add("--kv", choices=("bf16", "int8", "int4"), help="with --sequence: format in which keys and values travel "
+        "(default: --dtype)")  # fmt: skip
     add("--window", type=int, metavar="TOKENS", help="with --sequence: tokens that a token sees (default: all)")
     add("--json", type=Path, metavar="FILE", help="also write the numbers to FILE; - is standard output")
     _add_offload(parser)

@@ -45,6 +45,12 @@ def test_the_bytes_are_those_of_the_record() -> None:
     assert round(plans(run)[1].sent_bytes / 1e6, 2) == 14.16
 
 
+@pytest.mark.parametrize(("codec", "bits"), [("bf16", 16), ("int8", 8 + 16 / 64), ("int4", 4 + 16 / 64)])
+def test_keys_and_values_travel_in_few_bits_and_gradients_in_float32(codec: str, bits: float) -> None:
+    plain, fewer = (plans(replace(RUN, codec=each))[1].sent_bytes for each in (None, codec))
+    assert fewer / plain == pytest.approx((2 * bits / 8 + 4) / (2 * 2 + 4))
+
+
 def test_operations_grow_with_the_square_or_with_the_window() -> None:
     long = replace(RUN, tokens=96000, params=1e-9)
     longer = replace(long, tokens=192000)
@@ -83,6 +89,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     common = ["--params", "8e9", "--hosts", "4", "--ranks-per-host", "2", "--tokens", "131072", "--sequence"]
     assert main([*common, "32x4096x32x8", "--window", "4096", "--json", str(tmp_path / "x.json")]) == 0
     assert "windows of 4096" in capsys.readouterr().out
+    assert main([*common, "32x4096x32x8", "--kv", "int8"]) == 0
+    assert "causal, keys and values in int8" in capsys.readouterr().out
     found = json.loads((tmp_path / "x.json").read_text())
     assert [plan["ranks"] for plan in found["plans"]] == [1, 8, 8] and found["run"]["groups"] == 8
     for text in ("32x4096", "32x4096x0", "32x4096x32x8x1", "a"):

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...comm import codec_named
+from ...comm.codecs.tensors import frame_bytes
 from ..offload.plan import FLOPS
 from .pieces import Pieces
 from .sight import Sight
@@ -22,6 +24,7 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _PAIR_FLOPS = 4 * 3.5
 """Operations per pair and feature, forward and backward."""
 _ACTIVATION_BYTES = 34
+_BLOCK = 64  # elements per scale, as by default
 _PAYLOAD_OF_FRAME = 1448 / 1514  # Ethernet, IPv4 and TCP headers at an MTU of 1500
 
 
@@ -40,6 +43,7 @@ class SequenceRun:
         ranks_per_host: Ranks on each.
         window: Tokens that a token sees, if not all before it. Default None.
         dtype: Of activations. Default "bf16".
+        codec: Format in which keys and values travel, "bf16", "int8" or "int4". Default None: dtype.
         link_bits_per_s: Of a host's link. Default 1e9.
         flops_per_s: Speed that a rank reaches. Default 1e14.
 
@@ -58,6 +62,7 @@ class SequenceRun:
     ranks_per_host: int
     window: int | None = None
     dtype: str = "bf16"
+    codec: str | None = None
     link_bits_per_s: float = 1e9
     flops_per_s: float = 1e14
 
@@ -145,4 +150,8 @@ def _bytes_between(run: SequenceRun, degree: int) -> float:
     )
     # A node's ranks send their heads each: together a block once.
     head_width = run.width // run.heads
-    return float(tokens * 2 * run.groups * head_width * run.layers * (2 * _BYTES[run.dtype] + 4))
+    elements = tokens * 2 * run.groups * head_width * run.layers
+    each = (
+        _BYTES[run.dtype] if run.codec is None else frame_bytes(codec_named(run.codec, _BLOCK), _BLOCK**2) / _BLOCK**2
+    )
+    return float(elements * (2 * each + 4))  # keys and values in forward and in backward, and their gradients in float32
