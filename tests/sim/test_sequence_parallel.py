@@ -137,6 +137,28 @@ def test_checkpointed_activations_are_computed_again_with_the_same_pieces() -> N
     check(2, make, batch(16))
 
 
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_what_is_computed_again_belongs_to_its_own_pass(name: str) -> None:
+    """A pass of another length, or of packed documents, comes between a forward pass and its backward pass."""
+    between = [batch(30), batch(23) | {"position_ids": PACKED}]
+    models = [build(name, CAUSAL[name]) for _ in range(2)]
+
+    def rank(transport: SimTransport) -> list[list[Tensor]]:
+        model, found = sequence_parallel(models[transport.rank], SequenceRanks.of(transport)), []
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for other in (None, *between):
+            model.zero_grad()
+            loss = model(**batch(23)).loss
+            if other is not None:
+                model(**other)
+            loss.backward()
+            found.append([p.grad for p in model.parameters() if p.grad is not None])
+        return found
+
+    for alone, *after in run_ranks(2, rank):
+        assert all(torch.equal(x, y) for grads in after for x, y in zip(grads, alone, strict=True))
+
+
 def test_padding_after_the_tokens_and_a_count_of_ones_own() -> None:
     given = batch(16) | {"attention_mask": torch.ones(2, 16).long()}
     given["attention_mask"][1, 12:] = 0

@@ -412,7 +412,7 @@ def _attention(
 
 def _window_of_mask(
     *args: object, mask_function: Callable[..., Any] | None = None, local_size: object = None, **options: object
-) -> _Mask | None:
+) -> _Mask:
     """The registry's mask: at most a window and documents, as the ring knows what else a token sees.
 
     Raises:
@@ -421,11 +421,10 @@ def _window_of_mask(
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     now = _under_way.get().now
-    whole = None if now.documents is None else _Mask(now)
     if mask_function in (None, causal_mask_function, bidirectional_mask_function):
-        return whole
+        return _Mask(now)
     if isinstance(local_size, int) and local_size >= now.pieces.length and not options.get("use_vmap"):
-        return whole  # to whichever side it is, it hides nothing
+        return _Mask(now)  # to whichever side it is, it hides nothing
     if isinstance(local_size, int) and not options.get("use_vmap"):
         for is_causal in (True, False):
             size = local_size if is_causal else local_size + 1
