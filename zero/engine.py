@@ -439,7 +439,9 @@ class Engine:
 
     def _outputs(self, inputs: object, target: object) -> object:
         """Call the module of a rank without a pipeline; a decoder of transformers computes its loss itself."""
-        named = {"labels": target} if self._loss_fn is own_loss else {}
+        if self._loss_fn is not own_loss:
+            return self(*_several(inputs))
+        named = {"labels": target, "use_cache": False}  # with a cache, packed documents would see each other
         return self(**inputs, **named) if isinstance(inputs, Mapping) else self(*_several(inputs), **named)
 
     def _own_batches(self) -> Iterator[pipeline.Batch]:

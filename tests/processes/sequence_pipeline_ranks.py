@@ -46,8 +46,13 @@ CASES: dict[str, Case] = {
     "compressed": ("llama", 0, COMPRESSING, {}, {"compression": "always"}),
 }
 """Model, ZeRO stage, optimizer, and the blocks "pipeline" and "onebit"; all but the last equal AdamW in one process."""
-ELSEWHERE = {"one stage": ("layers", 1, 4), "whole": ("packed", 2, 1), "one module": ("packed", 1, 2)}
-"""A case in another number of stages, and of ranks of a sequence."""
+ELSEWHERE = {
+    "one stage": ("layers", 1, 4),
+    "whole": ("packed", 2, 1),
+    "one module": ("packed", 1, 2),
+    "kept": ("packed", 1, 1),
+}
+"""A case in another number of stages, and of ranks of a sequence; "kept" computes no activations again."""
 SLICED: dict[str, Case] = {
     "llama, stage 3": ("llama", 3, DENSE, {"schedule": "gpipe"}, {"tensor": 2, "ranks_per_node": 8}),
     "sparse": ("sparse", 0, DENSE, {}, {"tensor": 2}),
@@ -190,7 +195,8 @@ def two_stages(folder: str) -> None:
             pairs = zip(second.module_state_dict().values(), facts[name]["weights"].values(), strict=True)
             facts[name]["resumed"] = again and all(torch.equal(a, b) for a, b in pairs)
     for name, (case, stages, sequence) in ELSEWHERE.items():
-        engine = start(CASES[case], stages=stages, sequence=sequence)
+        given = {"model": decoder()} if name == "kept" else {}
+        engine = start(CASES[case], stages=stages, sequence=sequence, **given)
         facts[name] = {"loss": train(engine, STEPS), "weights": engine.module_state_dict()}
     torch.save(facts | {"refused": refused()}, f"{folder}/{world.rank}.pt")
 

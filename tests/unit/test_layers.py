@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from onebit import zero
 from onebit.zero import LayerSpec, PipelineModule, TiedLayerSpec
@@ -197,6 +197,20 @@ def test_what_one_stage_does_not_do_is_said() -> None:
         lines = pipeline.without_effect(asked, model)
         assert sorted(line.split()[0] for line in lines) == sorted(f"pipeline.{name}" for name in said)
     assert pipeline.without_effect(Pipelining(), pipeline_model.Net()) == []
+
+
+def test_the_first_layer_of_one_stage_may_take_a_dict() -> None:
+    class First(nn.Linear):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+            return super().forward(batch["x"])
+
+    model = PipelineModule([First(3, 2)], loss_fn=nn.functional.mse_loss)
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    expected = nn.functional.mse_loss(model.layers[0](batch={"x": x}), y).item()
+    config = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = zero.initialize(model=model, config=config)
+    assert float(engine.eval_batch(iter([({"x": x}, y)]))) == pytest.approx(expected)
+    engine.close()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
