@@ -306,7 +306,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if is_new:
             is_early = self._estimates_norm and not self._clips_before_sending
             self._sent_factor = self.clipper.expected if is_early else 1.0
-            self.placement.sums_gradients = is_early
+            self.placement.sums_gradients = is_early and self.model_parallel_group.whole.world_size == 1
             self._forget_sums()
 
     @property

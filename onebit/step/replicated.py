@@ -234,7 +234,8 @@ class Replicated:
         """
         own = bucket.masked_gradients() if grads is None else grads
         bucket.sums_WJ2 = None
-        if self.sums_gradients and grads is None and self.hierarchy.local_size == 1 and bucket.device.type == "cpu":
+        has_sums = self.sums_gradients and grads is None and bucket.masks is None
+        if has_sums and self.hierarchy.local_size == 1 and bucket.device.type == "cpu":
             bucket.sums_WJ2 = torch.empty(*bucket.counts.shape, 2, device=bucket.device, dtype=torch.float32)
         exchange = self._exchange_momentum(bucket, self.wire(bucket, self.codec), own, D_WN, momentum_W, weights, added)
         del own, grads  # while it is under way, nothing here keeps them alive

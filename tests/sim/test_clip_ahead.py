@@ -11,7 +11,8 @@ from family_contract import owed, run_world
 from torch import Tensor, nn
 
 import onebit
-from onebit.comm import SignCodec, SimTransport, Transport, run_ranks
+from onebit.comm import EncodeOutput, MomentumInputs, SignCodec, SimTransport, Transport, run_ranks
+from onebit.model_parallel import ModelParallelGroup
 from onebit.optimizer import CompressedOptimizer
 from onebit.step.replicated import Replicated
 
@@ -194,6 +195,33 @@ def test_no_pass_is_made_for_the_norm_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(SignCodec, "momentum_sums", lambda *args: alone.append(args))
     run_ranks(2, lambda transport: train(transport, 20.0))
     assert not alone
+
+
+@pytest.mark.parametrize("taken", ["", "parts", "masks"])
+def test_sums_that_no_vote_takes_are_not_computed(taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a model add up sums in float64, and masked momenta are no products: each computes its own."""
+    encode, have_sums = SignCodec.encode_momentum, []
+
+    def note(codec: SignCodec, momentum: MomentumInputs, out: EncodeOutput) -> None:
+        have_sums.append(out.sums_KJ2 is not None)
+        encode(codec, momentum, out)
+
+    monkeypatch.setattr(SignCodec, "encode_momentum", note)
+
+    def ours(transport: SimTransport) -> None:
+        params, options = starting_point(), {}
+        given = [{"params": p, "exp_avg_mask": torch.ones_like(p)} for p in params] if taken == "masks" else params
+        if taken == "parts":
+            options["model_parallel_group"] = ModelParallelGroup(SimTransport(), stages=transport)
+            transport = SimTransport()
+        optimizer = new(onebit.OnebitAdam, given, transport, 20.0, **options)
+        for step in range(FREEZE + 2):
+            backward(params, step, transport.rank, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run_ranks(2, ours)
+    assert have_sums and set(have_sums) == {not taken}
 
 
 def test_gradients_that_change_after_they_were_sent_have_a_norm_of_their_own() -> None:
