@@ -33,7 +33,7 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     is_tall = x.shape[0] > x.shape[1]
     y: Tensor = x.mT if is_tall else x
     y = y.to(torch.bfloat16 if x.is_cuda else torch.float32)
-    y = y * torch.where(y.norm().isinf(), 2.0**-100, 1.0)  # squares of values from 2^64 on are infinite in float32
+    y = y * torch.where(y.norm().isinf(), 2.0**-80, 1.0)  # squares from 2^128 on are infinite; more than 1e-7 remains
     y = y / y.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = y @ y.mT
