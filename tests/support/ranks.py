@@ -21,8 +21,10 @@ import os
 import runpy
 import secrets
 import select
+import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -32,7 +34,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
+
+import forked_python
 
 LAUNCHER_PREFIXES = ("OMPI_", "PMI", "PRTE_", "SLURM_", "MV2_", "MPI_LOCAL", "TORCHELASTIC_", "MASTER_")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -80,7 +84,7 @@ def run_torchrun(
             spelt = _spell(target, args)
             call = ["fork" if as_python_ends or spelt[0] == "script" else "at once", str(n), folder, *spelt]
             return _run(_fork, call, n, Path(folder), timeout_s, env)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
+        torchrun = [str(python_of_forks()), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
         torchrun += [f"--max-restarts={restarts}"]
         call = [__file__, "rank", folder, *_spell(target, args)]
         return _run(_popen, [*torchrun, *call], n, Path(folder), timeout_s, env)
@@ -101,7 +105,7 @@ def run_mpi(
         pytest.skip(why)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         flags = ["--allow-run-as-root", "--oversubscribe", *mpirun_args]
-        call = [sys.executable, __file__, "rank", folder, *_spell(target, args)]
+        call = [str(python_of_forks()), __file__, "rank", folder, *_spell(target, args)]
         return _run(_popen, [str(MPIRUN), "-np", str(n), *flags, *call], n, Path(folder), timeout_s, env)
 
 
@@ -244,6 +248,23 @@ def _fork_server() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, __file__, "serve"], env=_environment(), start_new_session=True, **pipes)
 
 
+@functools.cache
+def python_of_forks() -> Path:
+    """A `python` for launchers; each process of it is a fork of the server, see `forked_python.py`.
+
+    Beside it is a `torchrun` that starts such forks.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="python-"))
+    atexit.register(shutil.rmtree, folder)
+    _ask_fork_server(listen=str(folder / "socket"))
+    python, torchrun = folder / "python", folder / "torchrun"
+    python.write_text(f"#!{sys.executable} -IS\n{Path(forked_python.__file__).read_text()}")
+    torchrun.write_text(f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n')
+    for program in (python, torchrun):
+        program.chmod(0o755)
+    return python
+
+
 def _serve() -> list[str]:
     """Answers each request for a fork with its id, or with its status once it has ended. Returns in forks only."""
     import torch._dynamo  # noqa: F401
@@ -255,35 +276,87 @@ def _serve() -> list[str]:
     _keep_imported()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as nohup's do
-    for line in iter(sys.stdin.readline, ""):
+    listening: list[socket.socket] = []
+    supervisors: list[int] = []
+    while True:
+        ready = select.select([sys.stdin, *listening], [], [])[0]
+        if sys.stdin not in ready:
+            supervisors = [pid for pid in supervisors if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+            if (arguments := _serve_python(listening[0], supervisors)) is not None:
+                return arguments
+            continue
+        if not (line := sys.stdin.readline()):
+            sys.exit()
         request = json.loads(line)
-        if "ended" not in request:
+        if "listen" in request:
+            listening.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listening[0].bind(request["listen"])
+            listening[0].listen(64)
+            print(0)
+        elif "ended" in request:
+            print(os.waitstatus_to_exitcode(os.waitpid(request["ended"], 0)[1]))
+        else:
             _import_target(*request["arguments"][-3:-1])
-        pid = request.get("ended") or os.fork()
-        if pid == 0:
-            os.setsid()
-            output, errors = (os.open(name, os.O_WRONLY | os.O_APPEND) for name in request["files"])
-            for descriptor, ours in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (errors, 2)):
-                os.dup2(descriptor, ours)
-            if request["namespaces_of"]:
-                _join_namespaces(request["namespaces_of"])
-            os.chdir(request["folder"])
-            os.environ.clear()
-            os.environ.update(request["environment"])
+            if pid := os.fork():
+                print(pid)
+                continue
+            written = (os.open(name, os.O_WRONLY | os.O_APPEND) for name in request["files"])
+            _become(request, [os.open(os.devnull, os.O_RDONLY), *written])
             return request["arguments"]  # type: ignore[no-any-return]
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if "ended" in request else pid)
-    sys.exit()
+
+
+def _serve_python(listening: socket.socket, supervisors: list[int]) -> list[str] | None:
+    """Answer a process of `forked_python.py`: in a fork, what it is to run; None in the server."""
+    with listening.accept()[0] as link:
+        packet, files, *_ = socket.recv_fds(link, 1 << 20, 3)
+        if not packet:
+            return None  # it has ended
+        request = json.loads(packet)
+        words = request["words"]
+        arguments = words[1:] if words[0] == __file__ else ["rank", "", "python", request["python"], json.dumps(words)]
+        _import_target(*arguments[-3:-1])
+        if supervisor := os.fork():
+            supervisors.append(supervisor)
+            for descriptor in files:
+                os.close(descriptor)
+            return None
+        client, *_ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if os.readlink(f"/proc/{client}/ns/net") != os.readlink("/proc/self/ns/net"):
+            _enter_namespaces(client)
+        if pid := os.fork():
+            forked_python.supervise(link, pid)
+    forked_python.end_with_parent()
+    _become(request, files)
+    return arguments
+
+
+def _become(request: Mapping[str, Any], files: Sequence[int]) -> None:
+    """In a fork: lead a session, with these files, and with the environment and the folder that the request names."""
+    os.setsid()
+    for ours, descriptor in enumerate(files):
+        os.dup2(descriptor, ours)
+        os.close(descriptor)
+    if request.get("namespaces_of"):
+        _join_namespaces(request["namespaces_of"])
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
 
 
 def _join_namespaces(pid: int) -> None:
     """Go on in a fork that is in the namespaces of this process; this one ends as the fork does."""
+    _enter_namespaces(pid)
+    if inside := os.fork():
+        os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(inside, 0)[1])))
+
+
+def _enter_namespaces(pid: int) -> None:
+    """Those of this process; of process ids: for later forks."""
     libc = ctypes.CDLL(None, use_errno=True)
     for name in ("net", "ipc", "uts", "pid", "mnt"):  # mnt: the last one, as the others are opened in this one's /proc
         with open(f"/proc/{pid}/ns/{name}") as namespace:
             if libc.setns(namespace.fileno(), 0):
                 raise OSError(ctypes.get_errno(), f"cannot join {name} of {pid}")
-    if inside := os.fork():
-        os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(inside, 0)[1])))
 
 
 def _keep_imported() -> None:
@@ -359,6 +432,9 @@ def free_port() -> int:
 
 def _call(kind: str, target: str, args_json: str) -> None:
     args = json.loads(args_json)
+    if kind == "python":
+        _call_as_python(target, args)
+        return
     if kind == "onebit":
         from onebit.cli import main as command
 
@@ -370,6 +446,25 @@ def _call(kind: str, target: str, args_json: str) -> None:
         runpy.run_path(target, run_name="__main__")
         return
     report(_function(target)(*args))
+
+
+def _call_as_python(executable: str, words: list[str]) -> None:
+    """`python words`: a script, -c or -m. executable: its own name, so that what it starts are forks, too."""
+    sys.executable = executable
+    words = words[words[0] == "-u" :]  # forks write unbuffered
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if words[0] in ("-c", "-m"):
+        option, what, *arguments = words
+        sys.argv = [option, *arguments]
+        sys.path.insert(0, os.getcwd())
+        if option == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    elif words[0].startswith("-"):
+        raise ValueError(f"forked_python.py takes a script, -c or -m, and got {words[0]}")
+    else:
+        _call("script", words[0], json.dumps(words[1:]))
 
 
 def _function(target: str) -> Callable[..., object]:
