@@ -335,4 +335,4 @@ def test_a_group_that_the_script_destroys_is_gone(makes_group: bool) -> None:
 @pytest.mark.timeout(180)
 def test_short_lives_under_mpirun_end_cleanly() -> None:
     """By MPI's launcher as well, of ranks that do not close their transport; test_launch.py has torchrun's agent."""
-    run_mpi(2, transport_ranks.short_life, False, False).check()
+    run_mpi(2, transport_ranks.short_life, False, False, as_python_ends=True).check()

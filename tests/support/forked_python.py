@@ -17,6 +17,8 @@ _DIES_WITH_PARENT = 1
 
 
 def main(words: list[str]) -> None:
+    if words[0].startswith("-") and words[0] not in ("-c", "-m", "-u"):
+        os.execv(sys.executable, [sys.executable, *words])  # other options ask for an interpreter of their own
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.connect(os.path.join(os.path.dirname(os.path.abspath(__file__)), "socket"))
     request = {"words": words, "environment": dict(os.environ), "folder": os.getcwd(), "python": __file__}

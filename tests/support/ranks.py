@@ -97,15 +97,20 @@ def run_mpi(
     timeout_s: float = 60.0,
     env: Mapping[str, str] | None = None,
     mpirun_args: tuple[str, ...] = (),
+    as_python_ends: bool = False,
 ) -> Ended:
-    """n ranks with the mpirun (Open MPI's) next to this Python; pytest.skip where there is none."""
+    """n ranks with the mpirun (Open MPI's) next to this Python; pytest.skip where there is none.
+
+    They are forks; as_python_ends: as in `run_torchrun`.
+    """
     if why := why_no_mpi():
         import pytest
 
         pytest.skip(why)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         flags = ["--allow-run-as-root", "--oversubscribe", *mpirun_args]
-        call = [str(python_of_forks()), __file__, "rank", folder, *_spell(target, args)]
+        mode = "rank" if as_python_ends else "alone"
+        call = [str(python_of_forks()), __file__, mode, folder, *_spell(target, args)]
         return _run(_popen, [str(MPIRUN), "-np", str(n), *flags, *call], n, Path(folder), timeout_s, env)
 
 
@@ -313,7 +318,7 @@ def _serve_python(listening: socket.socket, supervisors: list[int]) -> list[str]
             return None  # it has ended
         request = json.loads(packet)
         words = request["words"]
-        arguments = words[1:] if words[0] == __file__ else ["rank", "", "python", request["python"], json.dumps(words)]
+        arguments = words[1:] if words[0] == __file__ else ["alone", "", "python", request["python"], json.dumps(words)]
         _import_target(*arguments[-3:-1])
         if supervisor := os.fork():
             supervisors.append(supervisor)
@@ -461,8 +466,6 @@ def _call_as_python(executable: str, words: list[str]) -> None:
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         else:
             exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
-    elif words[0].startswith("-"):
-        raise ValueError(f"forked_python.py takes a script, -c or -m, and got {words[0]}")
     else:
         _call("script", words[0], json.dumps(words[1:]))
 
@@ -476,10 +479,12 @@ def _function(target: str) -> Callable[..., object]:
 def _end() -> NoReturn:
     """As the interpreter ends, but for taking apart all that was imported before the fork.
 
-    That touches, and so copies, hundreds of megabytes: 0.4 s of CPU for each rank, as much as a small case takes.
+    That touches, and so copies, hundreds of megabytes: 0.2 to 0.4 s of CPU for each rank, as a small case takes.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    if (mpi := sys.modules.get("mpi4py.MPI")) and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -496,8 +501,12 @@ def main(argv: list[str]) -> None:
             _end()
     else:
         _, *call = rest
-    _call(*call)
-    if mode == "at once":
+    try:
+        _call(*call)
+    except SystemExit as ended:
+        if ended.code or mode not in ("at once", "alone"):
+            raise
+    if mode in ("at once", "alone"):
         _end()
 
 
