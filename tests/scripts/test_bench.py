@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -20,22 +21,22 @@ from bench import local_rounds as bench_local_rounds
 from bench import offload as bench_offload
 from bench import offload_gpu as bench_offload_gpu
 from bench import unlike as bench_unlike
-from forked_hosts import run_forked
 from hypothesis import given
 from hypothesis import strategies as st
 from provenance import revision
+from ranks import python_of_forks
 
-from onebit.cli.cluster import Cluster, available
+from onebit.cli.cluster import available
 from onebit.host import native
 
 
 @pytest.fixture
-def emulated_hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks on them are forks, but those of `collective`, which show that the command starts them as well."""
+def emulated_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on them are forks."""
     if reason := available():
         pytest.skip(f"no emulated hosts here: {reason}")
-    if "[collective]" not in request.node.name and os.geteuid() == 0:
-        monkeypatch.setattr(Cluster, "run", run_forked)
+    if os.geteuid() == 0:  # forks join the hosts' namespaces
+        monkeypatch.setattr(sys, "executable", str(python_of_forks()))
 
 
 def rows_in(text: str) -> list[list[str]]:
