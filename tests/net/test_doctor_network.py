@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
+import subprocess
 from pathlib import Path
 
 import pytest
-import ranks
+from ranks import python_of_forks
 
 from onebit.cli.cluster import available
 
@@ -24,10 +24,9 @@ def test_the_doctor_finds_the_link_and_what_pays(tmp_path: Path, launcher: str) 
     file = tmp_path / "doctor.json"
     doctor = ["doctor", "--params", "1m", "--compute", "0.05", "--methods", "onebitadam", "--json", str(file)]
     emulate = ["emulate", "--hosts", "2", "--rate", "50mbit", "--launcher", launcher, "--timeout", "100", "--"]
-    output, errors = tmp_path / "output", tmp_path / "errors"
-    code = ranks.start(*emulate, sys.executable, "-m", "onebit", *doctor, output=output, errors=errors).wait(TIMEOUT_S)
-    said = output.read_text()
-    assert code == 0, errors.read_text() + said
+    onebit = [python_of_forks(), "-m", "onebit"]
+    run = subprocess.run([*onebit, *emulate, *onebit, *doctor], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert run.returncode == 0, run.stderr + run.stdout
     found = json.loads(file.read_text())
     (link,) = found["links"]
     assert 0.8 < 8 * link["bytes_per_s"] / 50e6 < 1.05 and link["latency_s"] > 0 and found["slow"] is None
@@ -38,4 +37,4 @@ def test_the_doctor_finds_the_link_and_what_pays(tmp_path: Path, launcher: str) 
     wire_s = 4 * found["params"] / link["bytes_per_s"]  # two ranks send and receive as much as they hold
     assert 0.8 * wire_s < predicted[dense]["hidden"] < 1.5 * wire_s + 0.3
     assert found["verdict"]["pays"] and predicted["OnebitAdam"]["hidden"] < predicted[dense]["hidden"]
-    assert "Verdict: OnebitAdam pays" in said and "ob0" in said
+    assert "Verdict: OnebitAdam pays" in run.stdout and "ob0" in run.stdout

@@ -11,11 +11,10 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from ranks import free_port
+from ranks import free_port, python_of_forks
 
 ROOT = Path(__file__).parents[2]
 RECIPE = re.compile(
@@ -49,7 +48,7 @@ def test_a_recipe_prints_what_its_page_shows(name: str, tmp_path: Path) -> None:
     launcher, *words = shlex.split(command)
     modules = {"torchrun": ["-m", "torch.distributed.run"], "python": []}
     run = subprocess.run(
-        [sys.executable, *modules[launcher], *words],
+        [python_of_forks(), *modules[launcher], *words],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PET_MASTER_PORT": port},
         capture_output=True, text=True, timeout=590,
     )  # fmt: skip

@@ -6,7 +6,6 @@ import argparse
 import json
 import logging
 import math
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -35,8 +34,7 @@ def emulated_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks on them are forks."""
     if reason := available():
         pytest.skip(f"no emulated hosts here: {reason}")
-    if os.geteuid() == 0:  # forks join the hosts' namespaces
-        monkeypatch.setattr(sys, "executable", str(python_of_forks()))
+    monkeypatch.setattr(sys, "executable", str(python_of_forks()))
 
 
 def rows_in(text: str) -> list[list[str]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import slurm_stub
 import yaml
-from ranks import free_port
+from ranks import free_port, python_of_forks
 
 from onebit.comm.transports.mpi import import_mpi
 
@@ -28,7 +28,12 @@ BIN = Path(sys.executable).parent
 
 
 def environment(**more: str) -> dict[str, str]:
-    return os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"} | more
+    """PATH: first with a python and a torchrun whose processes are forks, then with this environment's programs."""
+    return os.environ | {"PATH": search_path(), "OMP_NUM_THREADS": "1"} | more
+
+
+def search_path() -> str:
+    return f"{python_of_forks().parent}:{BIN}:{os.environ['PATH']}"
 
 
 def check(text: str, ranks: int, over: str) -> None:
@@ -123,7 +128,7 @@ def test_a_kubernetes_job_trains() -> None:
     assert service["spec"]["selector"] == {"job-name": name}
     first = f"{name}-0.{service['metadata']['name']}"
     assert sum(word.count(first) for word in command) == 1
-    env |= {"PORT": str(free_port()), "PATH": f"{FOLDER}:{BIN}:{os.environ['PATH']}"}
+    env |= {"PORT": str(free_port()), "PATH": f"{FOLDER}:{search_path()}"}
     nodes_train(
         [[word.replace(first, "127.0.0.1") for word in command]] * 2,
         [env | {"JOB_COMPLETION_INDEX": str(node)} for node in range(2)],
@@ -174,7 +179,7 @@ def local_hosts(template: str, tmp_path: Path) -> Path:
 def test_open_mpi_takes_the_hosts(tmp_path: Path) -> None:
     assert "Open MPI" in import_mpi().Get_library_version()
     hosts = local_hosts("hosts.openmpi", tmp_path)
-    command = ["mpirun", "--allow-run-as-root", "--hostfile", hosts, "-x", "OMP_NUM_THREADS=1", sys.executable, PROGRAM]
+    command = ["mpirun", "--allow-run-as-root", "--hostfile", hosts, "-x", "OMP_NUM_THREADS=1", "python", PROGRAM]
     done = subprocess.run(
         command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False
     )

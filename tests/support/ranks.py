@@ -169,25 +169,17 @@ def _popen(command: list[str], output: BinaryIO, environment: dict[str, str]) ->
     return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
 
 
-def start(
-    *words: str,
-    output: Path,
-    errors: Path | None = None,
-    folder: Path = Path(),
-    namespaces_of: int = 0,
-    **variables: str,
-) -> _Fork:
+def start(*words: str, output: Path, errors: Path | None = None, folder: Path = Path(), **variables: str) -> _Fork:
     """`python words` if the first is a script, or `python -m onebit words`, as a fork: 2 to 5 s of CPU less.
 
-    It writes into these files, errors by default into the same one, and leads a session of its own. namespaces_of: a
-    process whose namespaces it joins, by default none.
+    It writes into these files, errors by default into the same one, and leads a session of its own.
     """
     kind, *rest = ("script", *words) if words[0].endswith(".py") else ("onebit", "", *words)
     files = [output, errors or output]
     for file in files:
         file.write_bytes(b"")
     call = ["rank", "", kind, rest[0], json.dumps(rest[1:])]
-    return _Fork(call, files, _environment() | variables, folder, namespaces_of)
+    return _Fork(call, files, _environment() | variables, folder)
 
 
 def _fork(arguments: list[str], output: BinaryIO, environment: dict[str, str]) -> _Fork:
@@ -209,11 +201,10 @@ class _Fork:
         files: Sequence[Path],
         environment: dict[str, str],
         folder: Path = Path(),
-        namespaces_of: int = 0,
     ) -> None:
-        """files: of its output and of its errors. namespaces_of: as in `start`."""
+        """files: of its output and of its errors."""
         request = {"arguments": arguments, "files": [str(file) for file in files], "environment": environment}
-        self.pid = _ask_fork_server(**request, folder=str(folder.absolute()), namespaces_of=namespaces_of)
+        self.pid = _ask_fork_server(**request, folder=str(folder.absolute()))
         self._ends = os.pidfd_open(self.pid)
 
     def wait(self, timeout_s: float | None = None) -> int:
@@ -257,15 +248,18 @@ def _fork_server() -> subprocess.Popen[bytes]:
 def python_of_forks() -> Path:
     """A `python` for launchers; each process of it is a fork of the server, see `forked_python.py`.
 
-    Beside it is a `torchrun` that starts such forks.
+    Beside it are a `torchrun`, which starts such forks, and this environment's `mpirun`.
     """
     folder = Path(tempfile.mkdtemp(prefix="python-"))
     atexit.register(shutil.rmtree, folder)
     _ask_fork_server(listen=str(folder / "socket"))
-    python, torchrun = folder / "python", folder / "torchrun"
-    python.write_text(f"#!{sys.executable} -IS\n{Path(forked_python.__file__).read_text()}")
-    torchrun.write_text(f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n')
-    for program in (python, torchrun):
+    python = folder / "python"
+    for program, text in (
+        (python, f"#!{sys.executable} -IS\n{Path(forked_python.__file__).read_text()}"),
+        (folder / "torchrun", f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n'),
+        (folder / "mpirun", f'#!/bin/sh\nexec {MPIRUN} "$@"\n'),
+    ):
+        program.write_text(text)
         program.chmod(0o755)
     return python
 
@@ -326,8 +320,7 @@ def _serve_python(listening: socket.socket, supervisors: list[int]) -> list[str]
                 os.close(descriptor)
             return None
         client, *_ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if os.readlink(f"/proc/{client}/ns/net") != os.readlink("/proc/self/ns/net"):
-            _enter_namespaces(client)
+        _enter_namespaces(client)
         if pid := os.fork():
             forked_python.supervise(link, pid)
     forked_python.end_with_parent()
@@ -341,25 +334,19 @@ def _become(request: Mapping[str, Any], files: Sequence[int]) -> None:
     for ours, descriptor in enumerate(files):
         os.dup2(descriptor, ours)
         os.close(descriptor)
-    if request.get("namespaces_of"):
-        _join_namespaces(request["namespaces_of"])
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
 
 
-def _join_namespaces(pid: int) -> None:
-    """Go on in a fork that is in the namespaces of this process; this one ends as the fork does."""
-    _enter_namespaces(pid)
-    if inside := os.fork():
-        os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(inside, 0)[1])))
-
-
 def _enter_namespaces(pid: int) -> None:
     """Those of this process; of process ids: for later forks."""
     libc = ctypes.CDLL(None, use_errno=True)
-    for name in ("net", "ipc", "uts", "pid", "mnt"):  # mnt: the last one, as the others are opened in this one's /proc
-        with open(f"/proc/{pid}/ns/{name}") as namespace:
+    # user: the first one, as it allows the others; mnt: the last one, as the others are opened in this one's /proc
+    for name in ("user", "net", "ipc", "uts", "pid", "mnt"):
+        if os.path.samefile(theirs := f"/proc/{pid}/ns/{name}", f"/proc/self/ns/{name}"):
+            continue
+        with open(theirs) as namespace:
             if libc.setns(namespace.fileno(), 0):
                 raise OSError(ctypes.get_errno(), f"cannot join {name} of {pid}")
 

@@ -26,7 +26,7 @@ from typing import NoReturn, get_origin
 
 import provenance
 import pytest
-from ranks import free_port
+from ranks import free_port, python_of_forks
 
 import onebit
 from onebit.cli import main
@@ -132,7 +132,7 @@ def test_python_blocks_run(tmp_path: Path) -> None:
                 (folders[-1] / f"line_{block.line:04}.py").write_text(block.code)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     run = subprocess.run(
-        [sys.executable, "-c", RUN, *map(str, folders)],
+        [python_of_forks(), "-c", RUN, *map(str, folders)],
         cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=110,
     )  # fmt: skip
@@ -154,7 +154,7 @@ def test_the_readmes_engine_prints_what_it_says(tmp_path: Path) -> None:
     (tmp_path / "sharded.py").write_text(SAMPLES["sharded.py"])
     port = str(free_port())
     run = subprocess.run(
-        [str(Path(sys.executable).with_name("torchrun")), *shlex.split(command)[1:]],
+        [python_of_forks().with_name("torchrun"), *shlex.split(command)[1:]],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PET_MASTER_PORT": port},
         capture_output=True, text=True, timeout=110,
     )  # fmt: skip
@@ -173,7 +173,7 @@ def test_the_readmes_loop_shows_on_a_slow_network_what_it_says(tmp_path: Path) -
         pytest.skip(f"emulated hosts: {reason}")
     (tmp_path / "loop.py").write_text(SAMPLES["loop.py"])
     run = subprocess.run(
-        [sys.executable, "-m", "onebit", "emulate", "--hosts", "4", "--rate", "100mbit", "--", "python", "loop.py"],
+        [python_of_forks(), "-m", "onebit", "emulate", "--hosts", "4", "--rate", "100mbit", "--", "python", "loop.py"],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=110,
     )  # fmt: skip
