@@ -229,12 +229,16 @@ class _Fork:
         self.send_signal(signal.SIGKILL)
 
 
+_ASKING = threading.Lock()
+
+
 def _ask_fork_server(**request: object) -> int:
-    server = _fork_server()
-    server.stdin.write(json.dumps(request).encode() + b"\n")  # type: ignore[union-attr]
-    if not (answer := server.stdout.readline()):  # type: ignore[union-attr]
-        raise RuntimeError(f"the fork server ended with status {server.wait()}")
-    return int(answer)
+    with _ASKING:
+        server = _fork_server()
+        server.stdin.write(json.dumps(request).encode() + b"\n")  # type: ignore[union-attr]
+        if not (answer := server.stdout.readline()):  # type: ignore[union-attr]
+            raise RuntimeError(f"the fork server ended with status {server.wait()}")
+        return int(answer)
 
 
 @functools.cache
