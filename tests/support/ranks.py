@@ -172,13 +172,14 @@ def _popen(command: list[str], output: BinaryIO, environment: dict[str, str]) ->
 def start(*words: str, output: Path, errors: Path | None = None, folder: Path = Path(), **variables: str) -> _Fork:
     """`python words` if the first is a script, or `python -m onebit words`, as a fork: 2 to 5 s of CPU less.
 
-    It writes into these files, errors by default into the same one, and leads a session of its own.
+    It writes into these files, errors by default into the same one, and leads a session of its own. A script ends as
+    Python does, a command by `_end`. A Python that it starts is a fork, too.
     """
-    kind, *rest = ("script", *words) if words[0].endswith(".py") else ("onebit", "", *words)
+    mode, called = ("rank", words) if words[0].endswith(".py") else ("alone", ("-m", "onebit", *words))
     files = [output, errors or output]
     for file in files:
         file.write_bytes(b"")
-    call = ["rank", "", kind, rest[0], json.dumps(rest[1:])]
+    call = [mode, "", "python", str(python_of_forks()), json.dumps(called)]
     return _Fork(call, files, _environment() | variables, folder)
 
 
@@ -431,11 +432,6 @@ def _call(kind: str, target: str, args_json: str) -> None:
     if kind == "python":
         _call_as_python(target, args)
         return
-    if kind == "onebit":
-        from onebit.cli import main as command
-
-        sys.argv = ["onebit", *args]
-        sys.exit(command(args))
     if kind == "script":
         sys.argv = [target, *args]
         sys.path.insert(0, str(Path(target).resolve().parent))
