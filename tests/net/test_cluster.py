@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import ranks
+from ranks import python_of_forks
 
 from onebit.cli import main as onebit_command
 from onebit.cli.cluster import Cluster, available, parse_rate, sent_on_wire
 from onebit.cli.cluster.machine import KEEPER
 
-COMMAND = [sys.executable, "-m", "onebit", "emulate"]
 TIMEOUT_S = 100.0
 PAYLOAD_BYTES = 6_000_000
 NAMESPACES = ("net", "mnt", "pid", "uts", "ipc")
@@ -81,7 +81,7 @@ if world.rank == 0:
 
 
 def run_script(*arguments: object) -> subprocess.CompletedProcess:
-    command = [*COMMAND, *map(str, arguments)]
+    command = [python_of_forks(), "-m", "onebit", "emulate", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
 
 
@@ -152,7 +152,7 @@ def test_launcher_meets_across_the_wire(
     pytest.importorskip(needs)
     stats = tmp_path / "stats.json"
     options = ["--hosts", 2, "--rate", "1gbit", "--launcher", launcher, "--timeout", TIMEOUT_S, "--stats", stats]
-    done = run_script(*options, "--", sys.executable, "-c", program)
+    done = run_script(*options, "--", "python", "-c", program)
     assert done.returncode == 0, done.stderr
     # Libraries write of their own among the lines and into them, as Gloo does when it connects.
     result = re.search(r"result (\d+) (\S+) (\d+)\b", done.stdout)

@@ -30,11 +30,15 @@ from onebit.host import native
 
 
 @pytest.fixture
-def emulated_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks on them are forks."""
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What benchmarks start are forks."""
+    monkeypatch.setattr(sys, "executable", str(python_of_forks()))
+
+
+@pytest.fixture
+def emulated_hosts(forks: None) -> None:
     if reason := available():
         pytest.skip(f"no emulated hosts here: {reason}")
-    monkeypatch.setattr(sys, "executable", str(python_of_forks()))
 
 
 def rows_in(text: str) -> list[list[str]]:
@@ -230,10 +234,12 @@ def test_the_longest_that_works_is_found_to_a_sixteenth(most: int, guess: int) -
 
 
 @pytest.mark.thorough
-def test_a_rank_with_too_little_memory_does_not_train(tmp_path: Path) -> None:
+def test_a_rank_with_too_little_memory_does_not_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="pip install onebit[transformers]")
     way, args = sequence_memory.WAYS[-1], argparse.Namespace(limit_mb=0, folder=tmp_path)
-    assert sequence_memory.trains(1024, way, 2, args)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(python_of_forks()))
+        assert sequence_memory.trains(1024, way, 2, args)
     if limits.can_limit():
         args.limit_mb = 64
         assert not sequence_memory.trains(1024, way, 2, args)
@@ -241,7 +247,8 @@ def test_a_rank_with_too_little_memory_does_not_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_zero_is_timed_with_the_same_json_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("forks")
+def test_zero_is_timed_with_the_same_json_on_both_sides() -> None:
     """Ours alone, as DeepSpeed has an environment of its own. Of 256 bytes none is known after some steps."""
     found = zero_deepspeed.measure("onebit", 3, "float32", argparse.Namespace(size="tiny", batch=2, steps=2, clip=1.0))
     assert 4 < found["loss"] < 6 and found["seconds"] > 0 and found["peak_mb"] > 1

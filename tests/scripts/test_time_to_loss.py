@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy
 import pytest
 import torch
 from bench.peer_deepspeed import ROOT, python, why_not_prepared
+from ranks import python_of_forks
 from study.tasks import LargeLM
 from time_to_loss import losses, report
 from time_to_loss.losses import Found, Run
@@ -218,9 +220,10 @@ def test_every_way_trains_and_what_was_run_is_not_run_again(
 
 @pytest.mark.net
 @pytest.mark.thorough
-def test_steps_are_timed_on_emulated_hosts(tmp_path: Path) -> None:
+def test_steps_are_timed_on_emulated_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := available():
         pytest.skip(f"emulated hosts: {reason}")
+    monkeypatch.setattr(sys, "executable", str(python_of_forks()))
     ways = ["DDP float32", "OnebitAdam, delay 1", "ZeroOneAdam, H = 8", "local steps in one bit, H = 32, a tenth at 4"]
     small = ["--rates", "100mbit", "--hosts", "2", "--params", "1e5", "--compute", "0.01", "--budget", "1"]
     record = tmp_path / "s.md"

@@ -25,6 +25,7 @@ import kernel_cases
 import pytest
 import torch
 from kernel_inputs import frames_for, function
+from ranks import python_of_forks
 from torch import Tensor
 
 from onebit.comm import EncodeOutput, MomentumInputs, ParamUpdate, Segments, SignCodec, Variance, kernels
@@ -432,5 +433,5 @@ def test_the_check_for_gpus_can_be_rehearsed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_the_check_for_gpus_says_that_it_needs_one() -> None:
-    run = subprocess.run([sys.executable, str(CHECK)], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([python_of_forks(), CHECK], capture_output=True, text=True, timeout=60)
     assert run.returncode == 2 and "needs a CUDA device" in run.stdout
