@@ -316,7 +316,7 @@ def test_a_silent_rank_is_an_error_after_the_timeout() -> None:
         done.wait(30)
 
     done = threading.Event()
-    run_ranks(3, serve, timeout_s=10.0)
+    run_ranks(3, serve, timeout_s=3.0)
 
 
 @pytest.mark.parametrize(
