@@ -183,6 +183,11 @@ def start(*words: str, output: Path, errors: Path | None = None, folder: Path = 
     return _Fork(call, files, _environment() | variables, folder)
 
 
+def preload(*modules: str) -> None:
+    """Have the server import these, which all later forks then find."""
+    _ask_fork_server(modules=modules)
+
+
 def _fork(arguments: list[str], output: BinaryIO, environment: dict[str, str]) -> _Fork:
     return _Fork(arguments, [Path(output.name)] * 2, environment)
 
@@ -296,6 +301,12 @@ def _serve() -> list[str]:
             listening.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             listening[0].bind(request["listen"])
             listening[0].listen(64)
+            print(0)
+        elif "modules" in request:
+            with contextlib.redirect_stdout(sys.stderr):
+                for name in request["modules"]:
+                    importlib.import_module(name)
+            _keep_imported()
             print(0)
         elif "ended" in request:
             print(os.waitstatus_to_exitcode(os.waitpid(request["ended"], 0)[1]))
