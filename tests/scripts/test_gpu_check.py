@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
+from gpu_check import engine, members, modes, section, sequence, transports
 from gpu_check import main as check
-from gpu_check import members, modes, section, sequence, transports
 from gpu_check.checks import assert_same
 from gpu_check.forms import FORMS
 from gpu_check.section import Outcome, Section, Setting
@@ -168,6 +169,15 @@ def test_a_batch_with_other_answers_is_found(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(modes.ContinuousBatch, "add", lambda batch, prompt, **how: add(batch, prompt.flip(0), **how))
     with pytest.raises(AssertionError, match="tokens of 2 and more"):
         modes.check_batch("GPT-2", "fp32", SETTING)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(200)
+def test_engines_hold_on_the_host_in_one_case_of_each_kind() -> None:
+    ranks.preload("transformers.models.llama.modeling_llama")
+    found = list(engine.engine_checks(SETTING))
+    assert not [each for each in found if each.problem]
+    assert {*engine.OPTIMIZERS, "local steps"} == {each.name.partition(", ")[0] for each in found}
 
 
 def test_split_sequences_hold_on_the_host_in_operations_of_any_device(monkeypatch: pytest.MonkeyPatch) -> None:

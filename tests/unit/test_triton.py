@@ -413,7 +413,7 @@ def test_the_check_for_gpus_can_be_rehearsed(tmp_path: Path) -> None:
     tiny = ["--blocks", "64", "--sizes", "0", "70", "--steps", "4", "--elements", "500", "--repeats", "1"]
     tiny += ["--block", "64", "--model", "300", "--lengths", "128"]
     # Of the others test_gpu_check.py has what runs on the host.
-    sections = ["kernels", "optimizers", "speed", "model", "steps", "waits", "engine", "attention", "attention_speed"]
+    sections = ["kernels", "optimizers", "speed", "model", "steps", "waits", "attention", "attention_speed"]
     run = subprocess.run(
         [sys.executable, str(CHECK), "--rehearse", *tiny, "--record", str(record), "--sections", *sections],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},

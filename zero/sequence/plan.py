@@ -154,4 +154,4 @@ def _bytes_between(run: SequenceRun, degree: int) -> float:
     each = (
         _BYTES[run.dtype] if run.codec is None else frame_bytes(codec_named(run.codec, _BLOCK), _BLOCK**2) / _BLOCK**2
     )
-    return float(elements * (2 * each + 4))  # keys and values in forward and in backward, and their gradients in float32
+    return float(elements * (2 * each + 4))  # keys and values twice, and gradients in float32
