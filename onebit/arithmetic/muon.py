@@ -33,8 +33,7 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     is_tall = x.shape[0] > x.shape[1]
     y: Tensor = x.mT if is_tall else x
     y = y.to(torch.bfloat16 if x.is_cuda else torch.float32)
-    y = y * torch.where(y.norm().isinf(), 2.0**-80, 1.0)  # squares from 2^128 on are infinite; more than 1e-7 remains
-    y = y / y.norm().clamp(min=1e-7)
+    y = y / y.norm(dtype=torch.float64).clamp(min=1e-7)  # squares beyond float32 would make every element 0
     for _ in range(steps):
         gram = y @ y.mT
         y = _A * y + (_B * gram + _C * gram @ gram) @ y

@@ -115,7 +115,7 @@ def test_newton_schulz_is_the_quintic_of_the_singular_values(shape: tuple[int, i
     singular = torch.linalg.svdvals(newton_schulz(torch.eye(max(shape))[: shape[0], : shape[1]].contiguous()))
     assert bool(((singular > 0.6) & (singular < 1.3)).all())
     assert not newton_schulz(torch.zeros(shape)).any()
-    for power in (64, 70, 90, 127):  # squares are not finite in float32
+    for power in (64, 70, 90, 120):  # squares are not finite in float32
         large = x / x.abs().max() * 2.0**power
         torch.testing.assert_close(newton_schulz(large), newton_schulz(x), rtol=1e-4, atol=1e-5)
 
