@@ -188,7 +188,8 @@ class Run:
 
     def joined_by(self, names: str) -> Run:
         """join() with these newcomers, for whom the founders wait."""
-        assert not names or self.hub.holds.wait(30)
+        came = not names or self.hub.holds.wait(60)
+        assert came, f"no founder has come to where it waits for {', '.join(names)} in 60 s; errors: {self.errors}"
         for name in names:
             self.start(name)
         return self.join()
