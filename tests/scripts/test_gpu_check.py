@@ -178,6 +178,7 @@ def test_engines_hold_on_the_host_in_one_case_of_each_kind() -> None:
     found = list(engine.engine_checks(SETTING))
     assert not [each for each in found if each.problem]
     assert {*engine.OPTIMIZERS, "local steps"} == {each.name.partition(", ")[0] for each in found}
+    assert {name for name in engine.cases() if "sequences" in name} < {each.name for each in found}
 
 
 def test_split_sequences_hold_on_the_host_in_operations_of_any_device(monkeypatch: pytest.MonkeyPatch) -> None:

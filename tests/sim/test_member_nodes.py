@@ -283,7 +283,7 @@ def test_ranks_of_members_draw_each_sample_once() -> None:
 
 
 @pytest.mark.parametrize("kind", [onebit.OnebitAdam, onebit.ZeroOneAdam], ids=["1-bit", "0/1"])
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(k, marks=pytest.mark.thorough) for k in range(3, 6))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(k, marks=pytest.mark.thorough) for k in range(3, 10))])
 def test_random_changes_leave_nodes_equal(kind: Any, seed: int) -> None:
     draw = np.random.default_rng(seed)
 
