@@ -15,6 +15,7 @@ from ..zero.offload.plan import FLOPS, OffloadRun
 from ..zero.offload.plan import chosen as chosen_mode
 from ..zero.offload.plan import plans as offload_plans
 from ..zero.plan import Run, plans
+from ..zero.sequence.plan import CODECS as SEQUENCE_CODECS
 from ..zero.sequence.plan import SequenceRun
 from ..zero.sequence.plan import chosen as chosen_layout
 from ..zero.sequence.plan import plans as sequence_plans
@@ -171,6 +172,8 @@ def answer(args: argparse.Namespace) -> Answer:
         return _offload(args) if is_one else _encode(args)
     if args.sequence is not None:
         return _sequence(args)
+    if args.window is not None or args.kv is not None:
+        raise ValueError("--window and --kv belong to a split sequence: add --sequence")
     if args.trained is not None or args.ratio is not None:
         raise ValueError("--trained and --ratio belong to offload: add --device-gb or --host-gb")
     return _train(args) if args.serve is None else _serve(args)
@@ -283,7 +286,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", type=float, default=20.0, metavar="GB/s", help="with --serve: bandwidth of memory (default: 20)")
     add("--sequence", type=attention_shape, metavar="LAYERSxWIDTHxHEADS[xGROUPS]", help="plan sequence_parallel: one "
         "sequence of --tokens over all ranks, each of --tflops")  # fmt: skip
-    add("--kv", choices=("bf16", "int8", "int4"), help="with --sequence: format in which keys and values travel "
+    add("--kv", choices=SEQUENCE_CODECS, help="with --sequence: format in which keys and values travel "
         "(default: --dtype)")  # fmt: skip
     add("--window", type=int, metavar="TOKENS", help="with --sequence: tokens that a token sees (default: all)")
     add("--json", type=Path, metavar="FILE", help="also write the numbers to FILE; - is standard output")

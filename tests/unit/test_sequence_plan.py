@@ -76,6 +76,7 @@ def test_it_chooses_fewer_bytes_and_one_rank_if_splitting_does_not_pay() -> None
         ({"groups": 3}, "key-value heads that divide them, got a width of 32, 8 heads and 3"),
         ({"heads": 5}, "heads that divide the width"),
         ({"dtype": "int8"}, "dtype of fp32, bf16, fp16"),
+        ({"codec": "sign"}, "codec of bf16, int8, int4, or None, got 'sign'"),
         ({"layers": 0}, "numbers above 0"),
         ({"window": 0}, "numbers above 0"),
     ],
@@ -93,6 +94,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "causal, keys and values in int8" in capsys.readouterr().out
     found = json.loads((tmp_path / "x.json").read_text())
     assert [plan["ranks"] for plan in found["plans"]] == [1, 8, 8] and found["run"]["groups"] == 8
+    for alone in (["--window", "4096"], ["--kv", "int8"]):
+        with pytest.raises(SystemExit):
+            main([*common[:-1], *alone])
+        assert "belong to a split sequence: add --sequence" in capsys.readouterr().err
     for text in ("32x4096", "32x4096x0", "32x4096x32x8x1", "a"):
         with pytest.raises(SystemExit):
             main([*common, text])

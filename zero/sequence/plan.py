@@ -24,6 +24,8 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _PAIR_FLOPS = 4 * 3.5
 """Operations per pair and feature, forward and backward."""
 _ACTIVATION_BYTES = 34
+CODECS = ("bf16", "int8", "int4")
+"""Formats in which keys and values travel, beside that of the activations."""
 _BLOCK = 64  # elements per scale, as by default
 _PAYLOAD_OF_FRAME = 1448 / 1514  # Ethernet, IPv4 and TCP headers at an MTU of 1500
 
@@ -48,8 +50,8 @@ class SequenceRun:
         flops_per_s: Speed that a rank reaches. Default 1e14.
 
     Raises:
-        ValueError: A number is not positive, heads do not divide the width or groups the heads, or the sequence is too
-            short for its ranks.
+        ValueError: A number is not positive, dtype or codec is none of those, heads do not divide the width or groups
+            the heads, or the sequence is too short for its ranks.
     """
 
     params: float
@@ -74,6 +76,8 @@ class SequenceRun:
             or self.dtype not in _BYTES
         ):
             raise ValueError(f"expected numbers above 0 and dtype of {', '.join(_BYTES)}, got {self}")
+        if self.codec not in (None, *CODECS):
+            raise ValueError(f"expected a codec of {', '.join(CODECS)}, or None, got {self.codec!r}")
         if self.width % self.heads or self.heads % self.groups:
             raise ValueError(
                 f"expected heads that divide the width, and key-value heads that divide them, got a width of "
