@@ -196,7 +196,7 @@ def peer_error(rank: int, operation: Operation, what: str, conclusion: Conclusio
 
 def failed_before(rank: int, operation: Operation, first: Operation, blamed: Sequence[int]) -> PeerError:
     """The PeerError of every operation after the one that failed; it names the same ranks."""
-    whom = f" for want of {names_of(blamed)}" if blamed else ""
+    whom = f" because of {names_of(blamed)}" if blamed else ""
     return PeerError(
         f"rank {rank}: {operation}: the transport has failed before, in {first}{whom}; end this process, and start all "
         "ranks again",

@@ -34,8 +34,8 @@ def why_not(model: Any) -> str:
     """What is missing for this model; empty if nothing is."""
     if any(importlib.util.find_spec(name) is None for name in ("llama_cpp", "gguf")):
         return "pip install llama-cpp-python gguf"
-    known = getattr(model.config, "model_type", "") in ARCHITECTURES
-    return "" if known else f"only {', '.join(ARCHITECTURES)} are written for llama.cpp"
+    known = getattr(model.config, "model_type", "") in ARCHITECTURES and model.config.tie_word_embeddings
+    return "" if known else f"only {', '.join(ARCHITECTURES)} with tied embeddings are written for llama.cpp"
 
 
 def write(model: Any, dtype: str, path: Path) -> None:
@@ -51,7 +51,7 @@ def write(model: Any, dtype: str, path: Path) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
@@ -89,7 +89,7 @@ class LlamaCpp:
     """A model that llama.cpp has loaded.
 
     Args:
-        model: A model of transformers for which `why_not` is empty, with tied embeddings.
+        model: A model of transformers for which `why_not` is empty.
         dtype: Format of its matrices, of `FORMATS`.
         context: The most tokens of a row, answer included.
         rows: The most rows at once.

@@ -128,7 +128,7 @@ def test_survivors_name_the_peer(backend: str, fate: str, operation: str) -> Non
         verdicts = [f"{what}: rank {transport_ranks.VICTIM}" for what in ("Missing", "Ended meanwhile")]
         assert any(verdict in seen["message"] for verdict in verdicts), seen
         assert f"has failed before, in {operation}" in seen["again"], seen
-        assert f" for want of rank {transport_ranks.VICTIM}; end this process" in seen["again"], seen
+        assert f" because of rank {transport_ranks.VICTIM}; end this process" in seen["again"], seen
         assert seen["seconds"] < transport_ranks.TIMEOUT_S + DIAGNOSIS_S, seen
 
 
