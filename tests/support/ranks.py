@@ -254,12 +254,20 @@ def _fork_server() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, __file__, "serve"], env=_environment(), start_new_session=True, **pipes)
 
 
-@functools.cache
 def python_of_forks() -> Path:
     """A `python` for launchers; each process of it is a fork of the server, see `forked_python.py`.
 
-    Beside it are a `torchrun`, which starts such forks, and this environment's `mpirun`.
+    Beside it are a `torchrun`, which starts such forks, and this environment's `mpirun`. From any thread.
     """
+    with _MAKING:
+        return _make_python()
+
+
+_MAKING = threading.Lock()  # a cache calls twice what two threads ask for at once, and the server listens at one place
+
+
+@functools.cache
+def _make_python() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="python-"))
     atexit.register(shutil.rmtree, folder)
     _ask_fork_server(listen=str(folder / "socket"))
