@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from misuse_ranks import alone, config_of, empty_batches, half_saved, unlike_models
-from ranks import Ended, run_torchrun
+from ranks import run_torchrun
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
 LOCAL = {"onebit": {"local_steps": {"every": 2, "start_steps": 1}}}
@@ -61,24 +60,15 @@ RARER = [
 
 @pytest.mark.stranger("hangs", "4: rank 0 alone saves a checkpoint, and nothing says who is missing in what")
 @pytest.mark.parametrize(
-    "calls", [pytest.param(CALLS, id="usual"), pytest.param(RARER, id="rarer", marks=pytest.mark.thorough)]
+    ("call", "name", "stage"), CALLS + [pytest.param(*case, marks=pytest.mark.thorough) for case in RARER]
 )
-def test_a_call_that_one_rank_makes_alone_is_named(calls: list[tuple[str, str, int]], tmp_path: Path) -> None:
-    """Ranks of three calls wait for the timeout side by side."""
-
-    def run(k: int) -> Ended:
-        call, name, stage = calls[k]
-        (tmp_path / str(k)).mkdir()
-        shards = 2 if stage else 1
-        return run_torchrun(2, alone, call, str(tmp_path / str(k)), config_of(name, stage), shards, timeout_s=50)
-
-    with ThreadPoolExecutor(3) as pool:
-        runs = list(pool.map(run, range(len(calls))))
-    for (call, _, _), ended in zip(calls, runs, strict=True):
-        (text, seconds), (other, _) = ended.results
-        assert f"Every rank must call {call}: rank 0 did" in text and "rank 1" in text, ended.output
-        assert "rank 0" in other.removeprefix("rank 1"), ended.output
-        assert "network interface" not in text and float(seconds) < 20
+def test_a_call_that_one_rank_makes_alone_is_named(call: str, name: str, stage: int, tmp_path: Path) -> None:
+    shards = 2 if stage else 1
+    ended = run_torchrun(2, alone, call, str(tmp_path), config_of(name, stage), shards, timeout_s=50)
+    (text, seconds), (other, _) = ended.results
+    assert f"Every rank must call {call}: rank 0 did" in text and "rank 1" in text, ended.output
+    assert "rank 0" in other.removeprefix("rank 1"), ended.output
+    assert "network interface" not in text and float(seconds) < 20
 
 
 @pytest.mark.stranger("wrong without a word", "7: torch.save(engine.module.state_dict()) on rank 0 writes its shard")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -82,28 +81,11 @@ def test_init_picks_mpi_under_mpirun_and_bootstraps_gloo_on_request() -> None:
         assert result["gloo descriptions"] == ["3 ranks by Open MPI, transport torch.distributed (gloo)"] * 2
 
 
+@cache
 def outlived(backend: str, fate: str) -> Ended:
-    return outlived_runs()[backend, fate].result()
-
-
-@cache
-def outlived_runs() -> dict[tuple[str, str], Future[Ended]]:
-    """Side by side: they wait for most of their time."""
-    pool, runs = ThreadPoolExecutor(), {}
-    for fate in ("stopped", "killed"):
-        on_gloo, named = transport_ranks.outlive_a_peer_on_gloo, {"timeout_s": 90, "as_python_ends": True}
-        runs["gloo", fate] = pool.submit(run_torchrun, 4, on_gloo, fate, **named)
-        runs["mpi", fate] = pool.submit(run_mpi, 3, transport_ranks.outlive_a_peer_on_mpi, fate, timeout_s=90)
-    return runs
-
-
-@cache
-def lost() -> dict[str, Future[Ended]]:
-    """How ranks end that have lost a peer in each of these ways. Side by side, too."""
-    ways = ("stopped", "killed with workers", "late", "raises")
-    run = partial(run_torchrun, 3, transport_ranks.lose_a_peer, timeout_s=60, as_python_ends=True)
-    pool = ThreadPoolExecutor()
-    return {how: pool.submit(run, how) for how in ways}
+    if backend == "gloo":
+        return run_torchrun(4, transport_ranks.outlive_a_peer_on_gloo, fate, timeout_s=90, as_python_ends=True)
+    return run_mpi(3, transport_ranks.outlive_a_peer_on_mpi, fate, timeout_s=90)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +196,7 @@ PROMISED_S = 5.0
 @pytest.mark.timeout(90)
 @pytest.mark.stranger("hangs", "22: the rank that hosts the store is stopped: told 8 s after the timeout, not 5")
 def test_a_stopped_host_of_the_store_is_named_in_time() -> None:
-    ended = lost()["stopped"].result()
+    ended = run_torchrun(3, transport_ranks.lose_a_peer, "stopped", timeout_s=60, as_python_ends=True)
     for result in ended.results[1:]:
         assert result, ended.output
         first = result["first"]
@@ -226,7 +208,7 @@ def test_a_stopped_host_of_the_store_is_named_in_time() -> None:
 @pytest.mark.stranger("hangs", "22: a rank is killed, and its data workers hold its connections: told 5 s later")
 def test_a_killed_rank_is_missed_at_once_whatever_its_children_hold() -> None:
     """Workers that read for seconds, a fork, and a program in the background all outlive it."""
-    ended = lost()["killed with workers"].result()
+    ended = run_torchrun(3, transport_ranks.lose_a_peer, "killed with workers", timeout_s=60, as_python_ends=True)
     for result in ended.results[1:]:
         assert result, ended.output
         first = result["first"]
@@ -236,14 +218,14 @@ def test_a_killed_rank_is_missed_at_once_whatever_its_children_hold() -> None:
 @pytest.mark.timeout(90)
 @pytest.mark.stranger("blames the wrong thing", "22: a rank that comes late is told that rank 0 is missing")
 def test_who_comes_when_the_others_have_exited_is_told_so() -> None:
-    late = lost()["late"].result().results[1]["first"]
+    late = run_torchrun(3, transport_ranks.lose_a_peer, "late", timeout_s=60, as_python_ends=True).results[1]["first"]
     assert "too late" in late["message"] and "launched nothing for " in late["message"], late
 
 
 @pytest.mark.timeout(90)
 @pytest.mark.stranger("blames the wrong thing", "22: others do not learn the error that ended a rank")
 def test_the_others_learn_the_error_that_ended_a_rank() -> None:
-    ended = lost()["raises"].result()
+    ended = run_torchrun(3, transport_ranks.lose_a_peer, "raises", timeout_s=60, as_python_ends=True)
     assert ended.returncodes == (0, 1, 0), ended.output
     for rank in (0, 2):
         first, second = ended.results[rank]["first"], ended.results[rank]["second"]
