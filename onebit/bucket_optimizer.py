@@ -50,14 +50,14 @@ from .usage.contract import (
 )
 from .usage.edits import edit_of_state
 from .usage.frozen import gradient_of, refuse_unfrozen
-from .usage.graphs import outside_graphs
+from .usage.graphs import Optimizer, outside_graphs
 from .usage.marks import GradientMark, are_used_again, marks_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class BucketOptimizer(torch.optim.Optimizer, ABC, Generic[B]):
+class BucketOptimizer(Optimizer, ABC, Generic[B]):
     """Base of both families. All ranks construct, step, load and add groups together.
 
     A family's constructor checks its options, calls `__init__`, which makes the parts and may join other ranks, binds

@@ -27,13 +27,13 @@ from .usage.contract import (
     loss_of,
 )
 from .usage.frozen import with_gradient
-from .usage.graphs import outside_graphs
+from .usage.graphs import Optimizer, outside_graphs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class DenseOptimizer(torch.optim.Optimizer):
+class DenseOptimizer(Optimizer):
     """Steps one group after the other, outside compiled graphs."""
 
     @outside_graphs

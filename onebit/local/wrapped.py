@@ -14,9 +14,10 @@ from ..comm import torch_versions
 from ..layout.masters import is_low
 from ..model_parallel import local
 from ..usage.contract import Group, State, check_number, refuse_copy
+from ..usage.graphs import Optimizer
 
 
-class Wrapped(torch.optim.Optimizer):
+class Wrapped(Optimizer):
     """An optimizer that shows param_groups and state of an inner one. `build` is called for each new group."""
 
     def __init__(self, inner: torch.optim.Optimizer):

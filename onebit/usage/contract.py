@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Transport
+from .graphs import Optimizer
 
 Group: TypeAlias = dict[str, Any]
 """A param group."""
@@ -269,7 +270,7 @@ def load_checked(optimizer: torch.optim.Optimizer, state_dict: State, check: Cal
 
     last_hook = optimizer.register_load_state_dict_pre_hook(check_last)
     try:
-        torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
+        Optimizer.load_state_dict(optimizer, state_dict)
     finally:
         last_hook.remove()
     return checked[0]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import TypeVar, cast
 
 import torch
@@ -13,8 +16,26 @@ F = TypeVar("F", bound=Callable[..., object])
 def outside_graphs(function: F) -> F:
     """The function, at which the graph of a compiled caller breaks.
 
-    A step exchanges with other ranks, and reads numbers that a graph would freeze. torch.compiler.disable would import
-    the compiler at once, which takes longer than all of onebit; this one, which torch.optim uses, imports it at the
-    first call.
+    A step exchanges with other ranks, and reads numbers that a graph would freeze. As long as nobody has imported the
+    compiler, there is no graph: importing it takes longer than torch itself, and is left to those who compile.
     """
-    return cast("F", torch._disable_dynamo(function))
+    disabled = torch._disable_dynamo(function)
+
+    @wraps(function)
+    def call(*args: object, **named: object) -> object:
+        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **named)
+
+    return cast("F", call)
+
+
+def _without_import(method: F) -> F:
+    return outside_graphs(cast("F", inspect.unwrap(method)))
+
+
+class Optimizer(torch.optim.Optimizer):
+    """torch's, without the import of the compiler in the first call of one of these methods."""
+
+    add_param_group = _without_import(torch.optim.Optimizer.add_param_group)
+    zero_grad = _without_import(torch.optim.Optimizer.zero_grad)
+    state_dict = _without_import(torch.optim.Optimizer.state_dict)
+    load_state_dict = _without_import(torch.optim.Optimizer.load_state_dict)

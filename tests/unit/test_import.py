@@ -53,6 +53,16 @@ def test_an_optimizer_loads_what_it_needs() -> None:
     assert ours.isdisjoint({"onebit.onebit_lamb", "onebit.onebit_muon", "onebit.zero_one_adam", "onebit.lion"})
 
 
+@pytest.mark.processes
+def test_training_does_not_import_the_compiler() -> None:
+    """torch's own optimizers import it as they are constructed, which takes longer than importing torch."""
+    imports = "import torch, onebit; from onebit.comm import SimTransport; p = torch.nn.Parameter(torch.ones(8))"
+    step = "; p.grad = torch.ones(8); o.step(); o.zero_grad(); o.load_state_dict(o.state_dict())"
+    made = ("onebit.OnebitAdam([p], lr=1e-3, transport=SimTransport())", "onebit.Lion([p], lr=1e-3)")
+    _, *added = loaded(imports, *(f"o = {call}{step}" for call in made))
+    assert not any("torch._dynamo" in names for names in added)
+
+
 @pytest.mark.parametrize("package", [onebit, onebit.zero], ids=lambda package: package.__name__)
 def test_type_checkers_see_what_is_loaded_on_use(package: ModuleType) -> None:
     """The imports below `if TYPE_CHECKING` give the objects that the package's __getattr__ gives."""
