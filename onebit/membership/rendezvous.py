@@ -18,7 +18,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-POLL_S = 0.02
+FIRST_POLL_S, POLL_S = 0.001, 0.02
 MOST_WRITES = 50  # of a name: a store that comes back empty takes one more
 LEAVE_S = 5.0
 
@@ -68,7 +68,7 @@ class Patience:
         silent_s: Silence after which it counts as lost if no connection has broken. Default 5.
         busy_s: Time to wait for a member that lives, and may be computing. Default 300.
         wait_s: Time that a newcomer waits to be let in. Default 300.
-        look_s: Time between the first member's looks for newcomers. Default 0.25.
+        look_s: Time between the first member's looks for newcomers. Default 0.1.
         away_s: Time for which the store may be away at a change. Default 60.
     """
 
@@ -77,7 +77,7 @@ class Patience:
     silent_s: float = 5.0
     busy_s: float = 300.0
     wait_s: float = 300.0
-    look_s: float = 0.25
+    look_s: float = 0.1
     away_s: float = 60.0
 
 
@@ -195,6 +195,7 @@ class Rendezvous:
             giver, number, why = newest.names[0], self._store.add("copy", 1), ""
             question, answer = f"copy/{number}", f"copy/{number}/answer"
             self._write(question, {"name": self.name, "giver": giver})
+            pauses = _pauses()
             while self._store.check([question]) and not (why or self._store.check([answer])):
                 if silences.of(giver) > self.patience.silent_s or self._store.check(["ended"]):
                     why = f"{giver} does not answer"
@@ -202,7 +203,7 @@ class Rendezvous:
                     why = f"{giver} has others to give one for {self.patience.wait_s:g} s"
                 elif (newest := self._newest() or newest).names[0] != giver:
                     why = "another member is the first now"
-                time.sleep(POLL_S)
+                time.sleep(next(pauses))
             if not self._store.check([question]):  # the store has come back empty: ask again
                 continue
             self._store.compare_set(answer, "", self._signed(answer, {"why": why}))  # the first answer stands
@@ -243,6 +244,7 @@ class Rendezvous:
             PeerError: A member falls silent meanwhile, has given this epoch up, or is late.
         """
         silences, absent, deadline = _Silences(self._store), list(roster.names), time.monotonic() + within_s
+        pauses = _pauses()
         while absent := [n for n in absent if not self._store.check([f"{what}/{roster.epoch}/{n}"])]:
             if self.name in absent:  # not before that look: a connection that has broken loses what is written first
                 self._store.set(f"{what}/{roster.epoch}/{self.name}", "yes")
@@ -256,7 +258,7 @@ class Rendezvous:
                 raise PeerError(f"{self.name}: {', '.join(left)} gave up epoch {roster.epoch} as it began")
             if time.monotonic() > deadline:
                 raise PeerError(f"{self.name}: {', '.join(absent)} did not come to the {what} within {within_s:g} s")
-            time.sleep(POLL_S)
+            time.sleep(next(pauses))
 
     def begin(self) -> None:
         """Note in the store that the run has begun."""
@@ -386,7 +388,7 @@ class Rendezvous:
 
     def _next(self, before: Roster | None, missed: Sequence[str], deadline: float, lets_in: bool) -> Roster:
         epoch = 1 if before is None else before.epoch + 1
-        began, silences, writes = time.monotonic(), _Silences(self._store), 0
+        began, silences, writes, pauses = time.monotonic(), _Silences(self._store), 0, _pauses()
         while (roster := self._read_roster(epoch)) is None:
             if before is None and (newest := self._newest()) is not None and newest.epoch > epoch:
                 return newest  # no new run: the store had come back empty, and the members have told it of theirs
@@ -411,7 +413,7 @@ class Rendezvous:
             elif now > deadline or self._store.check(["ended"]):
                 waited = f"{self.name} has waited {self.patience.wait_s - deadline + now:.1f} s for epoch {epoch}: "
                 raise MembershipError(waited + self._why_none(before, arrived))
-            time.sleep(POLL_S)
+            time.sleep(next(pauses))
         return roster
 
     def _tell_of_few(self, epoch: int, arrived: Sequence[str]) -> None:
@@ -484,6 +486,14 @@ class Rendezvous:
                 f"{key} in the store was not written with this run's token: another run uses the store, or a stranger; "
                 "give every member the same token, and every run its own rendezvous"
             ) from error
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between looks at the store, at first short: members mostly come within milliseconds of each other."""
+    pause = FIRST_POLL_S
+    while True:
+        yield pause
+        pause = min(2 * pause, POLL_S)
 
 
 class _Steady:
