@@ -1,6 +1,6 @@
 """Public DeepSpeed configurations: which of them are read here, and which train.
 
-    python scripts/deepspeed_configs.py FOLDER --record scripts/records/deepspeed_configs_2026-11.md
+    python scripts/deepspeed_configs.py FOLDER --record runs/deepspeed_configs.md
 
 FOLDER holds owner/name/path.json, as in the repositories. An "auto" gets the value that Hugging Face's Trainer with its
 default arguments writes there. Each accepted file then trains a small model in a process apart until it has taken two

@@ -2,7 +2,7 @@
 
     python scripts/installs.py                          # all ways, one table
     python scripts/installs.py wheel editable
-    python scripts/installs.py --record scripts/records/installs_2026-11.md
+    python scripts/installs.py --record runs/installs.md
 
 Every way is checked from another folder: where the package is imported from, two ranks that train with one bit over
 Gloo and must agree, and what `onebit doctor` finds wrong. `wheel` and `wheelhouse` let pip find torch and all else; the

@@ -1,6 +1,6 @@
 """`HostAdam`'s kernel against the memory's speed, and against the Adams of torch and torchao, on this machine.
 
-    python scripts/bench.py host_adam --record scripts/records/host_adam_2026-11.md
+    python scripts/bench.py host_adam --record runs/host_adam.md
 
 The floor is torch.add(x, y, out=z): 12 bytes per element, as torch counts them. All sides run in turn, so that a noisy
 machine disturbs them all. The roof of a side is the time in which the floor would move the bytes that it must move. The

@@ -1,7 +1,7 @@
 """Stages 1 to 3 beside DeepSpeed 0.19.6 on CPU: seconds of a step, peak memory, and the loss, of the same JSON.
 
     python scripts/bench.py peer_deepspeed
-    python scripts/bench.py zero_deepspeed --record scripts/records/zero_deepspeed_2026-11.md
+    python scripts/bench.py zero_deepspeed --record runs/zero_deepspeed.md
 
 Both engines train the same GPT from the same values on the same windows, with torch's fused AdamW, 2 ranks over Gloo on
 loopback. Each case is a fresh pair of processes, and the two sides take turns. Peak memory is the largest resident set

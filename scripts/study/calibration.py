@@ -1,6 +1,6 @@
 """What weights in few bits cost a served model in perplexity: int8, int4 rounded to nearest, int4 calibrated.
 
-    python scripts/study.py calibration --record scripts/records/calibration_2026-11.md
+    python scripts/study.py calibration --record runs/calibration.md
 
 Models are trained dense, then served in each form, and read the same held-out text. Samples for calibration are of the
 text that they were trained on.

@@ -1,6 +1,6 @@
 """Which models of transformers `init_inference` serves in which form, with whose tokens, and what it refuses.
 
-    python scripts/study.py inference-models --record scripts/records/inference_models_2026-11.md
+    python scripts/study.py inference-models --record runs/inference_models.md
     python scripts/study.py inference-models --only Llama T5
 
 A case is a model, a layout of one or two simulated ranks and a dtype. It passes if on every rank

@@ -3,7 +3,7 @@
 `CompressedStage` is torch.distributed.pipelining's PipelineStage with compressed messages; it works with every
 schedule. `quantised_boundary` does to a tensor in one process what the wire between two stages does. The codecs are
 those of the collectives (`onebit/comm/`); `run.py` builds the pipeline. The defaults follow the measurements in
-`scripts/records/activations_2026-11.md`.
+`scripts/records/pipeline_2026-11.md`.
 """
 
 from __future__ import annotations
