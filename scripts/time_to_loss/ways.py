@@ -51,7 +51,7 @@ class Way:
     come first, and steps with and without a round are told apart by the two lengths; 0: none. run: so many of these
     are timed together, as the traffic of each travels under the next. full_steps: timed ones in the phase "warmup",
     where the optimizer has no phases of its own. loss_of, time_of: the way whose loss, or whose seconds, this one has
-    too; seconds where it was not timed itself. is_alone: it trains on one rank's batches. is_deepspeeds: its ranks are
+    too; seconds where it was not timed itself. Those of Muon have none of its own arithmetic then. is_alone: it trains on one rank's batches. is_deepspeeds: its ranks are
     processes of DeepSpeed's environment. groups(model): the parameter groups that `make` is given.
     """
 
@@ -80,6 +80,10 @@ def phase_of(optimizer: Any) -> str:
 
 def _dense(groups: Groups, transport: Transport | None, steps: int) -> Trained:
     return torch.optim.AdamW(groups)
+
+
+def _muon(groups: Groups, transport: Transport | None, steps: int) -> Trained:
+    return DenseMuon(groups)
 
 
 def _power_sgd(rank: int) -> Way:
@@ -184,6 +188,12 @@ def _alone() -> Way:
     return Way(ALONE, partial(Plain, make=timed), _dense, is_one_worker=True, is_alone=True, cycle=32)
 
 
+def _with_muon(way: Way, name: str, make: Callable[[Groups, Transport | None, int], Trained]) -> Way:
+    """The same traffic with Muon in place of AdamW; its seconds are the way's, without Newton-Schulz iterations."""
+    time_of = way.time_of or way.name
+    return replace(way, name=name, timed=None, make=make, loss_of="", time_of=time_of, groups=muon_groups)
+
+
 def _local(
     name: str,
     every: int,
@@ -193,8 +203,9 @@ def _local(
     start_every: int = 0,
     correction_steps: int = 0,
     time_of: str = "",
+    inner: Callable[[Groups], torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> Way:
-    """AdamW between rounds. delay: steps that a round's traffic may take. start_every: of the first tenth of a run."""
+    """inner: between rounds. delay: steps that a round's traffic may take. start_every: of the first tenth of a run."""
     options: dict[str, Any] = {"every": every, "codec": codec, "outer_lr": outer[0], "outer_momentum": outer[1]}
     options |= {"delay": delay, "correction_steps": correction_steps, "check_replicas_every": 0}
 
@@ -205,9 +216,9 @@ def _local(
     def make(groups: Groups, transport: Transport | None, steps: int) -> onebit.LocalSteps:
         start = {"start_steps": steps // 10, "start_every": start_every} if start_every else {}
         fine = {"bucket_cap_mb": 0.1 if delay else 16.0}
-        return onebit.LocalSteps(torch.optim.AdamW(groups), transport=transport, **options, **start, **fine)
+        return onebit.LocalSteps(inner(groups), transport=transport, **options, **start, **fine)
 
-    return Way(
+    way = Way(
         ", ".join(
             [name, f"H = {every}"]
             + [f"a tenth at {start_every}"] * (start_every > 0)
@@ -220,6 +231,7 @@ def _local(
         phases=("round", "local") if start_every else (PLAIN,),
         time_of=time_of,
     )
+    return way if inner is torch.optim.AdamW else _with_muon(way, f"Muon in {way.name}", make)
 
 
 WARM = 3  # steps of a warm-up that is timed
@@ -250,6 +262,7 @@ def _onebit_muon() -> Way:
         lambda groups, transport, steps: onebit.OnebitMuon(groups, transport=transport),
         phases=("warmup", "compressed"),
         groups=muon_groups,
+        time_of="OnebitAdam",
     )
 
 
@@ -301,12 +314,13 @@ WAYS = {
     way.name: way
     for way in (
         _alone(),
+        _with_muon(_alone(), f"{ALONE}, Muon", _muon),
         Way("DDP float32", Ddp, _dense, is_one_worker=True, needs_group=True),
         Way("DDP bfloat16", DdpBfloat16, loss_of="DDP float32", needs_group=True),
         _clipped(Way("DDP bfloat16", DdpBfloat16, loss_of="DDP float32", needs_group=True)),
         Way(
-            "Muon, DDP bfloat16", _MuonInBfloat16, lambda groups, transport, steps: DenseMuon(groups),
-            is_one_worker=True, needs_group=True, groups=muon_groups,
+            "Muon, DDP bfloat16", _MuonInBfloat16, _muon,
+            is_one_worker=True, needs_group=True, groups=muon_groups, time_of="DDP bfloat16",
         ),
         _power_sgd(1),
         _clipped(_power_sgd(1)),
@@ -320,6 +334,8 @@ WAYS = {
             for text, outer in (("1 and 0", (1.0, 0.0)), (".7 and .6", (0.7, 0.6)))
             for every in (8, 32, 128)
         ),
+        # As MuLoCo (arXiv 2505.23725).
+        *(_local("DiLoCo int8", every, Int8Codec(), (0.7, 0.6), inner=onebit.Muon) for every in (8, 32)),
         _ours("OnebitAdam", onebit.OnebitAdam, _ADAM),
         _ours("OnebitAdam, clipped", onebit.OnebitAdam, _ADAM, {"max_grad_norm": 1e-3}, max_grad_norm=1.0),
         _ours("OnebitAdam, buckets of 64 MiB", onebit.OnebitAdam, _ADAM, bucket_cap_mb=64.0),
@@ -345,6 +361,10 @@ WAYS = {
         *(
             _local("local steps in one bit", every, SignCodec(), start_every=often, correction_steps=80)
             for every, often in ((8, 0), (32, 0), (32, 4))
+        ),
+        *(
+            _local("local steps in one bit", every, SignCodec(), start_every=often, inner=onebit.Muon)
+            for every, often in ((8, 1), (32, 4))
         ),
     )
 }  # fmt: skip

@@ -59,6 +59,7 @@ def test_a_runs_seconds_are_those_of_its_phases() -> None:
 def test_a_way_has_the_seconds_of_the_one_it_names_where_it_has_none() -> None:
     lines = [timed("DiLoCo int8, H = 32", plain=0.2)]
     others = [f"DiLoCo int8, outer {outer}, H = 32" for outer in ("1 and 0", ".7 and .6")]
+    others.append("Muon in DiLoCo int8, H = 32")
     assert [(one.way, one.seconds) for one in report.everyones(lines)][1:] == [(way, {"plain": 0.2}) for way in others]
     lines += [timed(way, plain=0.1) for way in others]
     assert report.everyones(lines) == lines
