@@ -6,8 +6,8 @@
 Models with random weights, without end tokens. All sides are measured in one process, in turn, `--repeats` times; the
 medians are compared. The first pass (compiling, caches) is thrown away; so is the prompt's, for all sides: the time of
 one token is taken from that of all but one. torchao and llama.cpp (`peer_llama.py`) are sides if they are installed.
-Then a GPT-2 split over two hosts (network namespaces) at --network, against the plan. The latter needs root and
-iproute2.
+Then the first model split over two hosts (network namespaces) at --network, by rows and by layers, against the plan.
+The latter needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from onebit import comm
 from onebit.cli.cluster import parse_rate, sent_on_wire
 from onebit.comm import torch_versions
 from onebit.comm.messages import gather_tensors
-from onebit.zero import InferenceEngine, init_inference
-from onebit.zero.inference.plan import ServeRun, token_plan
+from onebit.zero import ContinuousBatch, InferenceEngine, init_inference
+from onebit.zero.inference.plan import ServeRun, stage_plan, token_plan
 
 
 @dataclass(frozen=True)
@@ -181,27 +181,53 @@ def our_tokens(engine: InferenceEngine, prompt: Tensor, new: int) -> Tensor:
     return cast(Tensor, engine.generate(prompt, max_new_tokens=new, eos_token_id=[]))
 
 
+REQUESTS = 8
+
+
 def worker(args: argparse.Namespace) -> dict | None:
-    """One of two hosts: the model split, and on rank 0 alone, in turn."""
+    """One of two hosts: the model by rows, by layers, and on rank 0 alone, in turn."""
     torch.set_num_threads(1)
     transport = comm.init("gloo")
-    size = args.size[0]
+    size, W = args.size[0], transport.world_size
     model, prompt = build(size, 64), torch.arange(16)[None]
-    split = init_inference(model, dtype="fp32", mp_size=transport.world_size, transport=transport)
-    alone = init_inference(model, dtype="fp32")
-    before, wire = split.transport.sent_bytes, sent_on_wire() or 0
-    split.generate(prompt, max_new_tokens=33, eos_token_id=[])
-    after = split.transport.sent_bytes
-    split.generate(prompt, max_new_tokens=1, eos_token_id=[])
-    payload = (after - before - (split.transport.sent_bytes - after)) / 32
-    found = {"sent": payload, "wire": ((sent_on_wire() or 0) - wire) / 33}
-    found["split_s"] = tokens_s({"split": partial(our_tokens, split, prompt)}, 24, args.repeats)["split"]
-    if transport.rank == 0:
-        found["alone_s"] = tokens_s({"alone": partial(our_tokens, alone, prompt)}, 24, args.repeats)["alone"]
-    transport.broadcast(torch.zeros(1), 0).wait()
+    keys: dict[str, Any] = {"dtype": "fp32", "max_out_tokens": 64}
+    engines = {
+        "rows": init_inference(model, **keys, tensor_parallel={"tp_size": W}, transport=transport),
+        "layers": init_inference(model, **keys, pipeline_parallel={"pp_size": W}, transport=transport),
+        "alone": init_inference(model, **keys),
+    }
+    found: dict[str, Any] = {"one_s": {}, "all_s": {}, "sent": {}, "wire": {}}
+    for way, engine in engines.items():
+        if way != "alone" or transport.rank == 0:
+            sides = {way: partial(our_tokens, engine, prompt)}
+            found["one_s"][way] = tokens_s(sides, 24, args.repeats)[way]
+            found["all_s"][way] = statistics.median(running_s(engine, 24) for _ in range(args.repeats + 1))
+        if way != "alone":
+            before, wire = engine.ranks.sent_bytes, sent_on_wire() or 0
+            our_tokens(engine, prompt, 33)
+            after = engine.ranks.sent_bytes
+            our_tokens(engine, prompt, 1)
+            sent = (after - before - (engine.ranks.sent_bytes - after)) / 32, ((sent_on_wire() or 0) - wire) / 33
+            most = gather_tensors(transport, torch.tensor(sent, dtype=torch.float64)).amax(0)
+            found["sent"][way], found["wire"][way] = most.tolist()
+        transport.broadcast(torch.zeros(1), 0).wait()
     found["sum_s"] = sum_s(transport, SHAPES[size].width)
     transport.close()
     return None if transport.rank else found
+
+
+def running_s(engine: InferenceEngine, new: int) -> float:
+    """Seconds in which a running batch answers `REQUESTS` of 16 tokens that come together, by the token of each."""
+    batch, began = ContinuousBatch(engine, rows=REQUESTS), time.perf_counter()
+    if engine.transport.rank > 0:
+        batch.follow()
+    else:
+        for k in range(REQUESTS):
+            batch.add(torch.arange(k, k + 16), max_new_tokens=new, eos_token_id=[])
+        while batch.running or batch.waiting:
+            batch.step()
+        batch.close()
+    return (time.perf_counter() - began) / new
 
 
 def sum_s(transport: comm.Transport, width: int, times: int = 200) -> float:
@@ -249,25 +275,44 @@ def split_table(split: dict, args: argparse.Namespace, memory: float) -> list[st
     layers, width = shape.layers, shape.width
     parameters = sum(p.numel() for p in build(args.size[0], 64).parameters())
     bits = parse_rate(args.network) or float("inf")
-    overhead = max(0.0, split["alone_s"] - 4 * parameters / memory)  # at most all of it
+    alone_s = split["one_s"]["alone"]
+    overhead = max(0.0, alone_s - 4 * parameters / memory)  # at most all of it
     latency = max(0.0, split["sum_s"] - 4 * width / (bits / 8))
     of_model: Any = {"params": parameters, "layers": layers, "width": width, "overhead_s": overhead}
     run = ServeRun(**of_model, link_bits_per_s=bits, memory_bytes_per_s=memory, latency_s=latency)
-    plan = token_plan(run, 2)
-    return [
+    plans = {"rows": token_plan(run, 2), "layers": stage_plan(run, 2)}
+    text = [
         f"## Two hosts at {args.network}\n",
-        "| | measured | plan |",
-        "| --- | --- | --- |",
-        f"| ms a token, one host | {1e3 * split['alone_s']:.2f} | taken; {1e3 * overhead:.2f} beside reading |",
-        f"| ms that a sum waits between products | {1e3 * split['sum_s']:.2f} | taken |",
-        f"| ms a token, split over two | {1e3 * split['split_s']:.2f} | {1e3 * plan.seconds:.2f} |",
-        f"| KB a token that a host sends | {split['sent'] / 1e3:.1f} | {plan.sent_bytes / 1e3:.1f} |",
-        f"| the same on the wire, with headers | {split['wire'] / 1e3:.1f} | |",
-        f"| splitting pays | {'yes' if split['split_s'] < split['alone_s'] else 'no'} | "
-        f"{'yes' if plan.seconds < token_plan(run, 1).seconds else 'no'} |\n",
-        f"{shape.family} of {layers} layers, {width} features and {shape.heads} heads; float32, eager, one row, one "
-        "thread a host.\n",
+        "| | by rows | planned | by layers | planned | one host |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
+
+    def row(name: str, measured: Mapping[str, float], planned: Mapping[str, float]) -> str:
+        cells = [f"{measured[way]:.2f} | " + (f"{planned[way]:.2f}" if way in planned else "") for way in plans]
+        cells.append(f"{measured['alone']:.2f}" if "alone" in measured else "")
+        return f"| {name} | {' | '.join(cells)} |"
+
+    def scaled(values: Mapping[str, float], factor: float) -> dict[str, float]:
+        return {way: factor * value for way, value in values.items()}
+
+    together = {way: REQUESTS / seconds for way, seconds in split["all_s"].items()}
+    planned_s = {way: 1e3 * plan.seconds for way, plan in plans.items()}
+    text += [
+        row("ms a token, one request", scaled(split["one_s"], 1e3), planned_s),
+        row(f"tokens a second, {REQUESTS} requests, their prompts included", together, {}),
+        row(
+            "KB a token that the host sends that sends most",
+            scaled(split["sent"], 1e-3),
+            {w: p.sent_bytes / 1e3 for w, p in plans.items()},
+        ),
+        row("the same on the wire, with headers", scaled(split["wire"], 1e-3), {}),
+    ]
+    text.append(
+        f"\n{shape.family} of {layers} layers, {width} features and {shape.heads} heads; float32, eager, one thread a "
+        f"host. A sum waits {1e3 * split['sum_s']:.2f} ms between products; of one host's "
+        f"token {1e3 * overhead:.2f} ms are beside reading: the plan is given both.\n"
+    )
+    return text
 
 
 def report(lines: list[dict], split: dict | None, args: argparse.Namespace) -> str:
@@ -305,6 +350,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     has_network = args.network != "none"
     if has_network:
         need_hosts("; --network none leaves them out")
-    lines = compare(args)
+    lines = compare(args) if args.dtypes else []
     text = report(lines, on_hosts(worker, args, hosts=2, rate=args.network) if has_network else None, args)
     publish(args, f"# Inference beside transformers\n\n{text}")

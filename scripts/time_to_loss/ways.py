@@ -46,13 +46,14 @@ class Trained(Protocol):
 class Way:
     """make(groups, transport, steps of the run): of one simulated rank; transport None: one worker has all batches.
 
-    timed(model, transport): the same on an emulated host. cycle: steps that are timed together, whatever their phases;
-    1: every phase in `phases` on its own; the one that most steps are in stands last. start_cycle: `STARTS` such cycles
-    come first, and steps with and without a round are told apart by the two lengths; 0: none. run: so many of these
-    are timed together, as the traffic of each travels under the next. full_steps: timed ones in the phase "warmup",
-    where the optimizer has no phases of its own. loss_of, time_of: the way whose loss, or whose seconds, this one has
-    too; seconds where it was not timed itself. Those of Muon have none of its own arithmetic then. is_alone: it trains on one rank's batches. is_deepspeeds: its ranks are
-    processes of DeepSpeed's environment. groups(model): the parameter groups that `make` is given.
+    timed(model, transport): the same on an emulated host. cycle: steps that are timed together, whatever their
+    phases; 1: every phase in `phases` on its own; the one that most steps are in stands last. start_cycle: `STARTS`
+    such cycles come first, and steps with and without a round are told apart by the two lengths; 0: none. run: so
+    many of these are timed together, as the traffic of each travels under the next. full_steps: timed ones in the
+    phase "warmup", where the optimizer has no phases of its own. loss_of, time_of: the way whose loss, or whose
+    seconds, this one has too; seconds where it was not timed itself. Those of Muon have none of its own arithmetic
+    then. is_alone: it trains on one rank's batches. is_deepspeeds: its ranks are processes of DeepSpeed's
+    environment. groups(model): the parameter groups that `make` is given.
     """
 
     name: str

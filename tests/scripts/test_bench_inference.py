@@ -109,14 +109,17 @@ def test_what_llama_cpp_lacks_is_said() -> None:
 
 
 def test_the_plan_is_given_what_was_measured_but_the_split() -> None:
-    found = {"alone_s": 0.050, "split_s": 0.040, "sum_s": 0.0, "sent": 30e3, "wire": 40e3}
+    ways = {"rows": 0.040, "layers": 0.045, "alone": 0.050}
+    sent = {"rows": 30e3, "layers": 2e3}
+    found = {"one_s": ways, "all_s": {way: 2 * seconds for way, seconds in ways.items()}, "sum_s": 0.0}
+    found |= {"sent": sent, "wire": sent}
     text = "\n".join(bench.split_table(found, ARGS, memory=1e10))
-    assert cells(text, "ms a token, one host")[0] == "50.00" and cells(text, "ms a token, split over two")[0] == "40.00"
-    assert cells(text, "splitting pays")[0] == "yes" and cells(text, "KB a token that a host sends")[0] == "30.0"
-    slow = "\n".join(bench.split_table(found | {"sum_s": 1.0, "split_s": 2.0}, ARGS, memory=1e10))
-    assert cells(slow, "splitting pays") == ["no", "no"]
-    planned = [float(cells(each, "ms a token, split over two")[1]) for each in (text, slow)]
-    assert planned[0] < 50 < planned[1]
+    rows, planned_rows, layers, planned_layers, alone = cells(text, "ms a token, one request")
+    assert (rows, layers, alone) == ("40.00", "45.00", "50.00") and float(planned_rows) < float(planned_layers) <= 50.5
+    assert cells(text, "tokens a second, 8 requests, their prompts included")[::2] == ["100.00", "88.89", "80.00"]
+    assert cells(text, "KB a token that the host sends that sends most")[::2] == ["30.00", "2.00"]
+    slow = "\n".join(bench.split_table(found | {"sum_s": 1.0}, ARGS, memory=1e10))
+    assert float(cells(slow, "ms a token, one request")[1]) > 1e3
 
 
 def test_without_a_network_there_is_one_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
