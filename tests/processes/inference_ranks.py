@@ -51,6 +51,18 @@ def train_and_serve(folder: str) -> dict[str, object]:
     return found
 
 
+def serve_packed(file: str) -> dict[str, object]:
+    """Both ranks serve a file of `export_compressed`."""
+    with torch.device("meta"):
+        empty = GPT(SIZE)
+    served = zero.init_inference(empty, checkpoint=file, mp_size=2)
+    answer = served.generate(windows()[:, :9], max_new_tokens=12)
+    logits = served(windows())
+    assert isinstance(answer, Tensor) and isinstance(logits, Tensor)
+    served.transport.close()
+    return {"tokens": answer.tolist(), "logits": logits.tolist(), "held": served.held_bytes}
+
+
 def train_in_stages(folder: str) -> None:
     """Two stages of a pipeline."""
     grid = grids.start(pipe=2, shard=1, timeout_s=60)

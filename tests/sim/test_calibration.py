@@ -210,7 +210,7 @@ def test_a_tied_head_stays_in_int8_and_keywords_are_a_batch() -> None:
     by_name = init_inference(gpt(), dtype="int4", calibration=[{"text_BT": batch} for batch in tokens])
     engine = init_inference(gpt(), dtype="int4", calibration=tokens)
     assert torch.equal(logits_of(engine, tokens[0]), logits_of(by_name, tokens[0]))
-    assert isinstance(engine.module.bytes.table, Rows)  # type: ignore[union-attr]
+    assert isinstance(engine.module.bytes.matrix, Rows)  # type: ignore[union-attr]
     one = init_inference(gpt(), dtype="int4", calibration=torch.cat(tokens))  # sums in another order
     assert distance(one, logits_of(engine, tokens[0]), tokens[0]) < 1e-3
 

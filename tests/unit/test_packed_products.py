@@ -88,6 +88,57 @@ def test_codes_are_multiplied_as_they_are(kind: str, bits: int, has_zeros: bool)
 
 
 @pytest.mark.parametrize(
+    ("bits", "rows", "columns"),
+    [(4, [1] * 70, [128, 128]), (3, [35] * 2, [200]), (8, [1] * 70, [96, 96]), (4, [70], [256]), (8, [7] * 10, [200])],
+)
+def test_a_part_is_these_rows_and_columns(bits: int, rows: list[int], columns: list[int]) -> None:
+    """Its floats, and the products of whole rows, to the bit; those of parts of rows, rounded once each, add up."""
+    whole = packed_of(drawn("asymmetric", bits, rows, columns)[0])
+    assert isinstance(whole, Rows | Groups)
+    N, K, x = sum(rows), sum(columns), torch.randn(5, sum(columns), generator=torch.Generator().manual_seed(0))
+    for own in (torch.arange(N), torch.arange(33, N), torch.tensor([1, 2, 3, 40, 41, 69]), torch.arange(0)):
+        for B, is_int8 in itertools.product((1, 5, 70), (False, True)):
+            given = x[:1].expand(B, K) if B > 5 else x[:B]
+            part = whole.part(own, range(K))
+            assert torch.equal(part.product(given, is_int8), whole.product(given, is_int8)[:, own])
+        for cuts in ((0, K // 2, K), (0, 33, 66, 98, K), (0, 1, K - 1, K)):
+            parts = [whole.part(own, range(*ends)) for ends in itertools.pairwise(cuts)]
+            assert torch.equal(torch.cat([part.weight for part in parts], 1), whole.weight[own])
+            ids = torch.arange(len(own)).flip(0)
+            assert all(torch.equal(part.lookup(ids), part.weight.flip(0)) for part in parts)
+            given = [x[:, slice(*ends)] for ends in itertools.pairwise(cuts)]
+            total = torch.stack([part.product(y, False) for part, y in zip(parts, given, strict=True)]).sum(0)
+            off = 4 * HALF * x.abs() @ whole.weight[own].abs().t() + 1e-6
+            assert ((total - whole.product(x, False)[:, own]).abs() <= off).all()
+    half = whole.part(torch.arange(N), range(32, K - 8)).part(torch.arange(5, N), range(3, 70))
+    assert torch.equal(half.weight, whole.weight[5:, 35:102])
+
+
+@pytest.mark.slow
+def test_a_compiled_step_multiplies_by_parts_that_begin_in_a_group() -> None:
+    """The compiler chooses the strides of what it pads, and the kernel takes no others than those of rows."""
+    up, down = (packed_of(drawn("symmetric", 4, [N], [K])[0]) for N, K in ((65, 64), (64, 130)))
+    assert isinstance(up, Groups) and isinstance(down, Groups)
+    part, bias, x = down.part(torch.arange(64), range(65, 130)), torch.randn(65), torch.randn(3, 1, 64)
+    compiled = torch.compile(lambda x: part.product(torch.tanh(up.product(x) + bias)), fullgraph=True)
+    exact = part.product(torch.tanh(up.product(x) + bias))
+    torch.testing.assert_close(compiled(x), exact, rtol=0, atol=2 * HALF * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("kind", [Rows, Groups])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_part_holds_its_part_of_the_bytes(kind: type[Rows | Groups], ranks: int) -> None:
+    whole = kind.quantized(torch.randn(512, 1024))
+    held = sum(x.nbytes for name, x in whole.named_buffers() if name != "ones_N")
+    for part in (
+        whole.part(torch.arange(512 // ranks), range(1024)),
+        whole.part(torch.arange(512), range(1024 // ranks)),
+    ):
+        own = sum(x.nbytes for name, x in part.named_buffers() if name != "ones_N")
+        assert own * ranks / held == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize(
     ("bits", "rows", "columns", "why"),
     [
         (9, [2], [32], "9 bits are more than kernels take"),

@@ -130,7 +130,7 @@ def init_inference(
             _recast(whole, read.compute_dtype)
         split(served, plan, group)
         if expected is not None:
-            _compare([expected], lambda: [_on_tokens(served)], tolerance(expected), group)
+            _compare([expected], lambda: [_on_tokens(served)], tolerance(expected, served), group)
         _say_what_stays(served, group, 3, "whole on every rank: no tensor plan names them", plan)
     elif read.injection_policy is not None:
         plan_of(served, read.injection_policy, W)
@@ -259,9 +259,6 @@ def _load(model: nn.Module, config: InferenceConfig) -> None:
         compressed = read_compressed(path)  # new parameters, too; modules shrink to the sizes in the file
         if config.compute_dtype is not None and not config.weight_bits:
             compressed.put(model)
-        elif (ranks := config.tensor_parallel.tp_size) > 1:
-            log.warning("the codes of %s are expanded to floats: packed matrices are not cut for %d ranks", path, ranks)
-            compressed.put(model)
         else:
             serve_codes(model, compressed, has_int8_inputs=config.quant.activation.enabled)
         return
@@ -368,7 +365,7 @@ def _check_first_call(
             torch.set_rng_state(state)
             return _tensors(engine.module(*copy.deepcopy(inputs), **copy.deepcopy(named)))
 
-        allowed = 0.25 if engine.config.weight_bits else max(map(tolerance, expected), default=0.0)
+        allowed = 0.25 if engine.config.weight_bits else max((tolerance(x, whole) for x in expected), default=0.0)
         _compare(expected, split_ones, allowed, engine.transport)
 
 
@@ -444,7 +441,7 @@ def distance(expected: Tensor, got: Tensor) -> float:
 
 
 def tolerance(x: Tensor, model: nn.Module | None = None) -> float:
-    """The `distance` allowed from outputs x, of this model if it may be packed: products are then rounded as bfloat16.
+    """The `distance` allowed from outputs x, of this model if it may be packed: products are then rounded to bfloat16.
 
     Far above what another order of sums makes, far below what a wrong plan makes.
     """

@@ -29,8 +29,8 @@ class InFloats(Tensor):
 
     @staticmethod
     def __new__(cls, matrix: Packed) -> InFloats:
-        size, device = (matrix.N, matrix.K), matrix.of_products.device
-        weight: InFloats = Tensor._make_wrapper_subclass(cls, size, dtype=matrix.dtype, device=device)
+        device = matrix.of_products.device
+        weight: InFloats = Tensor._make_wrapper_subclass(cls, matrix.shape, dtype=matrix.dtype, device=device)
         weight.matrix = matrix
         return weight
 
@@ -65,6 +65,7 @@ class ServedLinear(nn.Module):
         self.matrix = nn.Parameter(matrix, requires_grad=False) if isinstance(matrix, Tensor) else matrix
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.join, self.has_int8_inputs, self.inputs = join, has_int8_inputs, inputs
+        self.out_features, self.in_features = matrix.shape
 
     @property
     def weight(self) -> Tensor:
@@ -84,17 +85,17 @@ class ServedLinear(nn.Module):
 class ServedEmbedding(nn.Module):
     """A packed embedding table. `weight` is in floats, for models that multiply by it."""
 
-    def __init__(self, table: Packed):
+    def __init__(self, matrix: Packed):
         super().__init__()
-        self.table = table
-        self.num_embeddings, self.embedding_dim = table.N, table.K
+        self.matrix = matrix
+        self.num_embeddings, self.embedding_dim = matrix.shape
 
     @property
     def weight(self) -> Tensor:
-        return in_floats(self.table)
+        return in_floats(self.matrix)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.table.lookup(ids)
+        return self.matrix.lookup(ids)
 
 
 # -------------------------------------------------------------------------------- a model's layers

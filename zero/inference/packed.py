@@ -28,9 +28,16 @@ class Matrix(nn.Module):
     the parameter, and so the products' dtype.
     """
 
+    N: int
+    K: int
+
     def __init__(self, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.of_products = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.N, self.K
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,6 +67,12 @@ class Rows(Matrix):
     def weight(self) -> Tensor:
         """The matrix in floats, [N, K]."""
         return self._floats(self.rows_NK, self.scale_N, self.offset_N)
+
+    def part(self, rows: Tensor, columns: range) -> Rows:
+        """A copy of the rows of these numbers, and of these columns."""
+        offset = None if self.offset_N is None else self.offset_N[rows]
+        rows_NK = self.rows_NK[rows, columns.start : columns.stop]
+        return Rows(rows_NK, self.scale_N[rows], self.dtype, offset)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """The rows of these numbers in floats, [..., K]."""
@@ -114,6 +127,7 @@ class Groups(Matrix):
         group: Inputs in a group, one of `GROUPS`. The last may be shorter.
         dtype: Of products and of the matrix in floats.
         row_N: A factor for each output. None (default): 1.
+        first: How many of the K columns come before the matrix, whose first group may be shorter, too. Default 0.
 
     Raises:
         ValueError: A tensor is not on a CPU.
@@ -127,19 +141,20 @@ class Groups(Matrix):
         group: int,
         dtype: torch.dtype,
         row_N: Tensor | None = None,
+        first: int = 0,
     ):
         super().__init__(dtype, q_PNK.device)
         if q_PNK.device.type != "cpu":
             raise ValueError(f"weights in int4 are served from host memory, got {q_PNK.device}: use int8, or a CPU")
-        self.group, (planes, self.N, self.K) = group, q_PNK.shape
+        self.group, self.first, (planes, self.N, K) = group, first, q_PNK.shape
         block, self.place = _order()
         # Of whole blocks, so that torch keeps all of them in one order.
-        q = q_PNK.new_full((planes, self.N + -self.N % block, self.K + -self.K % group), 8)
-        q[:, : self.N, : self.K] = q_PNK
+        q = q_PNK.new_full((planes, self.N + -self.N % block, K + -K % group), 8)
+        q[:, : self.N, :K] = q_PNK
         floats = torch.stack([scale_PNJ, zero_PNJ], -1).to(torch.bfloat16)
         of_groups = floats.new_zeros(planes, floats.shape[2], q.shape[1], 2)
         of_groups[:, :, : self.N] = floats.transpose(1, 2)
-        self.planes, self.width = planes, q.shape[2]
+        self.planes, self.width, self.K = planes, q.shape[2], K - first
         whole = q.movedim(0, 1).reshape(q.shape[1], planes * self.width)
         self.packed = nn.Buffer(torch._convert_weight_to_int4pack_for_cpu(whole.to(torch.int32), 1))
         self.scale_zero = nn.Buffer(of_groups.flatten(0, 1))
@@ -161,21 +176,40 @@ class Groups(Matrix):
         """The matrix in floats, [N, K]."""
         return self.lookup(torch.arange(self.N, device=self.packed.device))
 
-    def lookup(self, ids: Tensor) -> Tensor:
-        """The rows of these numbers in floats, [..., K]."""
+    def part(self, rows: Tensor, columns: range) -> Groups:
+        """A copy of the rows of these numbers, and of these columns.
+
+        Groups are divided so that one begins with the columns, or within 31 columns before them.
+        """
+        start, stop = self.first + columns.start, self.first + columns.stop
+        group = next((each for each in GROUPS if each <= self.group and start % each == 0), GROUPS[-1])
+        groups = slice(start // group, -(-stop // group))
+        of_groups = self.scale_zero.unflatten(0, (self.planes, -1))[:, :, rows].transpose(1, 2)
+        scale_PNJ, zero_PNJ = of_groups.repeat_interleave(self.group // group, 2)[:, :, groups].unbind(-1)
+        q_PNK = self._numbers(rows).movedim(1, 0)[..., groups.start * group : stop]
+        row_N = None if self.row_N is None else self.row_N[rows]
+        return Groups(q_PNK, scale_PNJ, zero_PNJ, group, self.dtype, row_N, start % group)
+
+    def _numbers(self, ids: Tensor) -> Tensor:
+        """The numbers of these rows, uint8 [..., planes, width]."""
         block = len(self.place)
         at = self.place[ids % block]
         bytes_PK = self.packed.view(-1, self.planes * self.width, block // 2)[ids // block, :, at >> 1]
         q_PK = torch.where((at & 1).bool()[..., None], bytes_PK >> 4, bytes_PK & 15)
+        return q_PK.view(*ids.shape, self.planes, self.width)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """The rows of these numbers in floats, [..., K]."""
+        q_PK = self._numbers(ids).flatten(-2)
         scale, zero = self.scale_zero[:, ids].float().movedim(0, -2).unbind(-1)
         floats = (q_PK.float() - 8) * scale.repeat_interleave(self.group, -1) + zero.repeat_interleave(self.group, -1)
-        rows: Tensor = floats.view(*ids.shape, self.planes, self.width).sum(-2)[..., : self.K]
+        rows: Tensor = floats.view(*ids.shape, self.planes, self.width).sum(-2)[..., self.first :][..., : self.K]
         return (rows if self.row_N is None else rows * self.row_N[ids][..., None]).to(self.dtype)
 
     def product(self, x: Tensor, has_int8_inputs: bool = False) -> Tensor:
         """x·Wᵀ, for any number of rows: torch's kernel is as fast as products of floats for many, too."""
         x_BK = _in_bfloat16(x)
-        x_BK = x_BK if self.width == self.K else _lengthened(x_BK, self.width)
+        x_BK = x_BK if self.width == self.K else _lengthened(x_BK, self.width, self.first)
         x_BK = x_BK if self.planes == 1 else x_BK.repeat(1, self.planes)
         scale_zero = self.scale_zero.to(torch.bfloat16)  # a model may have cast it: Switch does, in every pass
         y_BN = torch._weight_int4pack_mm_for_cpu(x_BK, self.packed, self.group, scale_zero)[:, : self.N]
@@ -211,8 +245,10 @@ def _in_bfloat16(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16).reshape(-1).view(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _lengthened(x_BK: Tensor, width: int) -> Tensor:
-    """A copy with zeros at the end of each row."""
+def _lengthened(x_BK: Tensor, width: int, first: int = 0) -> Tensor:
+    """A copy with `first` zeros before each row, and zeros after it."""
+    if first:  # not by assignment: a compiled step would give the copy transposed strides, which kernels refuse
+        x_BK = torch.cat([x_BK.new_zeros(len(x_BK), first), x_BK], 1)
     longer = x_BK.new_zeros(len(x_BK), width)
     longer[:, : x_BK.shape[1]] = x_BK
     return longer

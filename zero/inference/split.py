@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,8 @@ from ..parallel.experts import STYLE, is_experts, why_undividable
 from ..parallel.model_plan import WIDTHS, check_heads, matches, own_plan, patterns, stack_sizes
 from ..parallel.styles import divide
 from .experts import cut, keep_own
-from .layers import Join, ServedLinear, has_hooks, is_linear, matrix_of, replace
+from .layers import Join, ServedEmbedding, ServedLinear, has_hooks, is_linear, matrix_of, replace
+from .packed import Packed
 from .plan import is_gathered
 
 Plan = Mapping[str, str]
@@ -46,6 +48,7 @@ WHOLE = (
 """Styles in transformers' plans whose layers stay whole here."""
 _GATHER = ("colwise_gather_output", "colwise_rep")
 _TAKE = ("rowwise_split_input", "rowwise_rep")
+_TABLES = (nn.Embedding, ServedEmbedding)
 
 
 def plan_of(model: nn.Module, policy: object, ranks: int) -> dict[str, str]:
@@ -55,7 +58,7 @@ def plan_of(model: nn.Module, policy: object, ranks: int) -> dict[str, str]:
         ValueError: The plan does not fit the model or the number of ranks. Nothing has been changed.
         TypeError: The policy has another form.
     """
-    layers = [name for name, module in model.named_modules() if is_linear(module) or is_experts(module)]
+    layers = [name for name, m in model.named_modules() if is_linear(m) or is_experts(m) or isinstance(m, ServedLinear)]
     if isinstance(policy, Mapping) and policy and not all(isinstance(key, str) for key in policy):
         found = _by_blocks(model, layers, policy)
     elif policy is None or (isinstance(policy, Mapping) and policy):
@@ -88,11 +91,9 @@ def plan_of(model: nn.Module, policy: object, ranks: int) -> dict[str, str]:
         elif style in BY_RANK:
             if (E := module.num_experts) < ranks:  # type: ignore[operator]
                 raise ValueError(f"{name} has {E} experts for {ranks} ranks: use {STYLE!r}, or a smaller tp_size")
-        elif isinstance(module, nn.Embedding):
-            if module.embedding_dim % ranks:  # its columns are heads
-                raise ValueError(
-                    f"{name} has {module.embedding_dim} columns, which {ranks} ranks do not divide; use another tp_size"
-                )
+        elif isinstance(module, _TABLES):
+            if (heads := module.embedding_dim) % ranks:
+                raise ValueError(f"{name} has {heads} columns, which {ranks} ranks do not divide; use another tp_size")
         else:
             _sizes(style, module, model)
         check_heads(model.get_submodule(name.rpartition(".")[0]), ranks, "tp_size")
@@ -100,59 +101,79 @@ def plan_of(model: nn.Module, policy: object, ranks: int) -> dict[str, str]:
 
 
 def split(model: nn.Module, plan: Plan, transport: Transport) -> None:
-    """Keep only this rank's part of each layer in the plan, in place. Matrices that are cut are copied."""
+    """Keep only this rank's part of each layer in the plan, in place: a copy, packed if the layer is."""
     rank, W = transport.rank, transport.world_size
     number = _number_of(transport)
     for name, style in plan.items():
         module = model.get_submodule(name)
-        if isinstance(module, nn.Embedding):
-            replace(model, name, nn.Embedding.from_pretrained(module.weight.detach().chunk(W, 1)[rank].contiguous()))
-            continue
         if style in (STYLE, *BY_RANK):
             keep = cut if style == STYLE else keep_own
             keep(module, rank, W, partial(torch.ops.onebit.sum_over_ranks, transport=number))
             continue
-        matrix_NK, bias = matrix_of(module), getattr(module, "bias", None)
+        matrix = _matrix_of(module)
+        N, K = matrix.shape
+        if isinstance(module, _TABLES):
+            part = _part(matrix, _numbers(N), _own(K, rank, W))
+            made = nn.Embedding.from_pretrained(part) if isinstance(part, Tensor) else ServedEmbedding(part)
+            replace(model, name, made)
+            continue
+        bias = cast("Tensor | None", module.bias)
         bias = None if bias is None else bias.detach()
         join: Join | None = None
         inputs: slice | None = None
+        rows, columns = _numbers(N), range(K)
         if style in ("rowwise", *_TAKE):
-            parts = matrix_NK.tensor_split(W, 1)
-            part, join = parts[rank], partial(torch.ops.onebit.sum_over_ranks, transport=number)
+            columns, join = _own(K, rank, W), partial(torch.ops.onebit.sum_over_ranks, transport=number)
             if style in _TAKE:
-                before = sum(other.shape[1] for other in parts[:rank])
-                inputs = slice(before, before + part.shape[1])
+                inputs = slice(columns.start, columns.stop)
+        elif style in _GATHER:
+            # The transport gathers equal parts, so the last ranks may repeat a row, which is dropped.
+            rows = (_own(N, rank, W).start + _numbers(-(-N // W))).clamp(max=N - 1)
+            join = partial(torch.ops.onebit.gather_from_ranks, transport=number, ranks=W, outputs=N)
         else:
-            sizes = _sizes(style, module, model)
-            part = _rows(matrix_NK, sizes, rank, W)
-            if style in _GATHER:
-                (N,) = sizes
-                part = nn.functional.pad(part, (0, 0, 0, -(-N // W) - len(part)))  # the transport gathers equal parts
-                join = partial(torch.ops.onebit.gather_from_ranks, transport=number, ranks=W, outputs=N)
-            elif bias is not None:
-                bias = _rows(bias, sizes, rank, W)
-        replace(model, name, ServedLinear(part.contiguous(), bias, join, inputs=inputs))
+            stack = rows.split(_sizes(style, module, model))
+            rows = torch.cat([each.tensor_split(W)[rank] for each in stack])
+            bias = None if bias is None else bias[rows]
+        has_int8_inputs = isinstance(module, ServedLinear) and module.has_int8_inputs
+        replace(model, name, ServedLinear(_part(matrix, rows, columns), bias, join, has_int8_inputs, inputs))
     divided = ("colwise", "packed_colwise")
     for holder in {name.rpartition(".")[0] for name, style in plan.items() if style.partition(":")[0] in divided}:
         above = model.get_submodule(holder)
         divide(above, WIDTHS.get(type(above).__name__, ()), W)
 
 
-def _rows(x: Tensor, sizes: Sequence[int], rank: int, ranks: int) -> Tensor:
-    """This rank's rows of each stacked matrix."""
-    return torch.cat([part.tensor_split(ranks)[rank] for part in x.split(list(sizes))])
+def _matrix_of(module: nn.Module) -> Tensor | Packed:
+    return module.matrix if isinstance(module, ServedLinear | ServedEmbedding) else matrix_of(module)
+
+
+def _part(matrix: Tensor | Packed, rows: Tensor, columns: range) -> Tensor | Packed:
+    """A copy of these rows and columns, packed if the matrix is; nothing, if there are no columns, is in floats."""
+    if isinstance(matrix, Tensor):
+        return matrix[rows, columns.start : columns.stop].contiguous()
+    return matrix.part(rows, columns) if columns else matrix.of_products.new_empty(len(rows), 0)
+
+
+def _numbers(n: int) -> Tensor:
+    return torch.arange(n, device="cpu", dtype=torch.int64)
+
+
+def _own(n: int, rank: int, ranks: int) -> range:
+    """This rank's part of n columns, as by torch's tensor_split."""
+    least, longer = divmod(n, ranks)
+    first = rank * least + min(rank, longer)
+    return range(first, first + least + (rank < longer))
 
 
 def _sizes(style: str, layer: nn.Module, model: nn.Module) -> tuple[int, ...]:
     """The outputs of each matrix that a layer stacks. Raises ValueError if it is no such stack."""
     kind, _, detail = style.partition(":")
-    return stack_sizes(detail, layer, model) if kind == "packed_colwise" else (len(matrix_of(layer)),)
+    return stack_sizes(detail, layer, model) if kind == "packed_colwise" else (_matrix_of(layer).shape[0],)
 
 
 def _by_names(model: nn.Module, layers: Iterable[str], policy: Plan | None) -> dict[str, str]:
     """The styles from patterns of names; without a policy from the model's own plan."""
     plan = policy or own_plan(model)
-    tables = [name for name, module in model.named_modules() if type(module) is nn.Embedding]
+    tables = [name for name, module in model.named_modules() if type(module) in _TABLES]
     found: dict[str, str] = {}
     for pattern, style in plan.items():
         places = [*layers, *tables] if style == "colwise" else layers
