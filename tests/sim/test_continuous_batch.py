@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -250,25 +251,39 @@ def test_ranks_follow_rank_0(ranks: int) -> None:
 
 @pytest.mark.slow
 @needs_transformers
-def test_positions_that_depend_on_the_longest_row_are_refused() -> None:
-    """LongRoPE turns all keys of a pass by other angles if one row is longer than the texts of the first training."""
-    import transformers
+@pytest.mark.parametrize(("form", "ranks"), [("tp", 1), ("tp", 2), ("pp", 2), ("pp", 3)])
+def test_rows_on_both_sides_of_a_border_are_each_as_alone(form: str, ranks: int) -> None:
+    """LongRoPE turns all keys of rows of more than 12 tokens by other angles: drawn schedules of rows that stay below,
+    begin beyond or grow beyond it, which take beginnings of each other, and of which some are cancelled."""
+    reference = init_inference(of_transformers("phi3 of two lengths"))
 
-    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, **factors}
-    config = transformers.Phi3Config(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=256,
-        original_max_position_embeddings=16, max_position_embeddings=64, rope_parameters=rope,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    model = transformers.Phi3ForCausalLM(config).eval()
-    with pytest.raises(ValueError, match="set max_out_tokens to 16"):
-        ContinuousBatch(init_inference(model))
-    engine = init_inference(model, max_out_tokens=16)
-    asked = [prompt[:12] for prompt in prompts(12, 7)]
-    batch = ContinuousBatch(engine, rows=2, chunk=5)
-    found = answers(batch, [batch.add(prompt, max_new_tokens=4, eos_token_id=[]) for prompt in asked])
-    assert same(found, engine.generate(asked, max_new_tokens=4, eos_token_id=[]))
+    def serve(transport: SimTransport, seed: int) -> list[Request]:
+        keys: dict = {"tp": {"mp_size": ranks}, "pp": {"pipeline_parallel": {"pp_size": ranks}}}[form]
+        engine = init_inference(of_transformers("phi3 of two lengths"), transport=transport, **keys)
+        draw = random.Random(seed)
+        batch = ContinuousBatch(engine, rows=draw.randint(1, 4), chunk=draw.randint(1, 20))
+        if transport.rank != 0:
+            batch.follow()
+            return []
+        requests = answer_drawn(batch, draw, reference, 25)
+        batch.close()
+        return requests
+
+    requests = [request for seed in range(3) for request in run_ranks(ranks, partial(serve, seed=seed))[0]]
+    assert any(len(request.prompt) <= 12 < request.filled for request in requests)
+
+
+@pytest.mark.slow
+@needs_transformers
+def test_beginnings_are_shared_on_one_side_of_a_border() -> None:
+    """Keys that LongRoPE has turned by other angles are none of the prompt's."""
+    engine, text = init_inference(of_transformers("phi3 of two lengths")), prompts(30)[0]
+    batch = ContinuousBatch(engine, rows=9, chunk=4)
+    for length, most, reused in [(6, 3, 0), (9, 1, 6), (20, 2, 0), (22, 9, 20), (14, 1, 13), (12, 1, 9), (11, 4, 6)]:
+        request = batch.add(text[:length], max_new_tokens=most, eos_token_id=[])
+        (answer,) = answers(batch, [request])
+        assert torch.equal(answer, engine.generate([text[:length]], max_new_tokens=most, eos_token_id=[])[0])
+        assert request.reused == reused, (length, request.reused)
 
 
 def test_a_rank_that_is_lost_ends_the_batch() -> None:

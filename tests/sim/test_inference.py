@@ -86,6 +86,17 @@ def of_transformers(kind: str) -> nn.Module:
         config_class = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
         config = config_class(sliding_window=6, **more, **heads, **shape, **ids)
         return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    if kind == "phi3 of two lengths":
+        rope: dict[str, object] = {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 12,
+        }
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+        longer = {"original_max_position_embeddings": 12, "rope_parameters": rope, "initializer_range": 0.2}
+        return transformers.Phi3ForCausalLM(
+            transformers.Phi3Config(**longer, **heads, **shape | {"num_hidden_layers": 3}, **ids)
+        ).eval()
     if kind in ("llama", "phi3", "olmo2"):
         family = {"llama": "Llama", "phi3": "Phi3", "olmo2": "Olmo2"}[kind]
         config = getattr(transformers, f"{family}Config")(**heads, **shape, **ids)
@@ -420,6 +431,44 @@ def test_a_batch_of_unequal_prompts_is_each_alone(kind: str) -> None:
     mask = torch.stack([(torch.arange(30) >= 30 - len(row)).long() for row in rows])
     as_tensor = engine.generate(padded, attention_mask=mask, max_new_tokens=10)
     assert isinstance(as_tensor, Tensor) and torch.equal(as_tensor[:, 30:], torch.stack([row[-10:] for row in batch]))
+
+
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize("keys", [{}, {"mp_size": 2}, {"pipeline_parallel": {"pp_size": 2}}, {"kernel_inject": True}])
+def test_rows_have_the_angles_of_their_own_length(keys: dict) -> None:
+    """LongRoPE has other angles beyond 12 tokens. Rows below, beyond and across that have transformers' own tokens."""
+    model, asked = of_transformers("phi3 of two lengths"), prompts(3, 9, 11, 12, 13, 30)
+    alone = [model.generate(prompt[None], max_new_tokens=12)[0] for prompt in asked]  # type: ignore[operator]
+    padded = torch.stack([torch.cat([torch.zeros(13 - len(row), dtype=torch.int64), row]) for row in asked[1:5]])
+
+    def serve(transport: SimTransport) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        engine = init_inference(model, transport=transport, **keys)
+        mask = torch.tensor([[0] * (13 - len(row)) + [1] * len(row) for row in asked[1:5]])
+        together = engine.generate(padded, max_new_tokens=12, attention_mask=mask)
+        return (
+            [engine.generate([prompt], max_new_tokens=12)[0] for prompt in asked],
+            list(engine.generate(asked, max_new_tokens=12)),
+            together[:, 13:],
+        )
+
+    for one_by_one, together, of_padded in run_ranks(1 if "kernel_inject" in keys or not keys else 2, serve):
+        assert same(one_by_one, alone) and same(together, alone)
+        assert same(list(of_padded), [row[-12:] for row in alone[1:5]])
+
+
+@pytest.mark.slow
+@needs_transformers
+def test_logits_beyond_the_border_of_longrope_need_the_whole_row() -> None:
+    model, (text,) = of_transformers("phi3 of two lengths"), prompts(20)
+    engine, whole = init_inference(model), logits_of(model, text[None])
+    engine.step(text[None, :12], 0)
+    with pytest.raises(
+        ValueError, match=r"1 tokens from slot 12 on make rows of more than 12.* whole rows with slot 0"
+    ):
+        engine.step(text[None, 12:13], 12)
+    torch.testing.assert_close(engine.step(text[None, :19], 0), whole[:, 18], rtol=0, atol=1e-4)
+    torch.testing.assert_close(engine.step(text[None, 19:], 19), whole[:, 19], rtol=0, atol=1e-4)
 
 
 def test_end_tokens_end_their_rows_alone() -> None:

@@ -9,6 +9,10 @@
 5. An encoder-decoder encodes a request's inputs in one pass, just before its decoder's prompt is read. A row then also
    has the keys and values that attend to these inputs, and takes nothing from other rows: they depend on the inputs.
 
+LongRoPE turns the keys of a row beyond its border by other angles (`rope.py`). So the first chunk of a longer prompt
+ends beyond it, a row that grows beyond it is computed anew in one pass, and prompts take nothing from rows on its other
+side.
+
 Rank 0 decides all of this and chooses the tokens. The other ranks `follow`: each order is one pass over the model, two
 rows that change places, a copy of a prefix, inputs to encode, or an end.
 
@@ -166,8 +170,7 @@ class ContinuousBatch:
 
         Raises:
             ValueError: rows or chunk is below 1, the model does not decode, encodes other inputs than tokens or gives
-                all rows of a pass one position, rows are so long that LongRoPE changes with the longest, or the engine
-                replays CUDA graphs, which are of one shape.
+                all rows of a pass one position, or the engine replays CUDA graphs, which are of one shape.
         """
         if rows < 1 or chunk < 1:
             raise ValueError(f"expected rows and chunk of at least 1, got {rows} and {chunk}")
@@ -179,11 +182,6 @@ class ContinuousBatch:
                 "engine.generate() with a batch of inputs"
             )
         engine.check([torch.zeros(1, dtype=torch.int64, device="cpu")], 1)
-        if (most := engine.longest_of_one_rope) is not None and most < engine.slots:
-            raise ValueError(
-                f"{type(engine.module).__name__} has LongRoPE: a row of more than {most} tokens would change the keys "
-                f"of all rows beside it; set max_out_tokens to {most}, or call engine.generate() with one prompt"
-            )
         self.engine, self.rows = engine, rows
         self.waiting: deque[Request] = deque()
         nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
@@ -191,6 +189,7 @@ class ContinuousBatch:
         self._groups = [Group(int(part[0]), [FreeRow(row, nothing) for row in part.tolist()]) for part in parts]
         self._todo: deque[tuple[Order, Pass | None]] = deque()  # orders that this rank has yet to carry out
         self._chunk = min(chunk, engine.slots)
+        self._border = engine.slots if engine.border is None else engine.border
         self._cache = StaticCache(engine.slots)
         self._cache.fit(rows)
         self._encoded: Source | None = None  # of the request whose prompt the next pass reads
@@ -272,11 +271,11 @@ class ContinuousBatch:
             if what == END:
                 ranks.flush()
                 return
-            B, T = about[1:] if what == PASS else (0, 0)
-            starts, tokens_BT = self._message[4 : 4 + B].tolist(), self._message[4 + self.rows :][: B * T].view(B, T)
-            if what == ENCODE:
-                ranks.hear(tokens_BT := self._message.new_empty(about[1:]))
-            self._do(Order(what, tuple(about), starts, tokens_BT.clone()))
+            B, T = about[1:] if what in (PASS, ENCODE) else (0, 0)
+            starts, tokens = self._message[4 : 4 + B].tolist(), self._message[4 + self.rows :][: B * T].clone()
+            if len(tokens) < B * T:
+                ranks.hear(tokens := self._message.new_empty(B * T))
+            self._do(Order(what, tuple(about), starts, tokens.view(B, T)))
 
     def close(self) -> None:
         """End all requests, and the other ranks' `follow`. Once, after the last `step`."""
@@ -299,13 +298,13 @@ class ContinuousBatch:
         if not self.waiting or not able or group is not min(able, key=lambda other: len(other.running)):
             return
         request = self.waiting.popleft()
-        row, wanted = group.first + len(group.running), request.prompt[:-1]  # the last token's logits choose the next
+        row = group.first + len(group.running)
         held = [row for other in self._groups for row in other.free]
         for other in self._groups:
             held += [FreeRow(at, running.computed) for at, running in enumerate(other.running, other.first)]
         # Of several with the same beginning the shortest: it may have no more.
-        source = max(held, key=lambda one: (_in_common(wanted, one.tokens), -len(one.tokens)))
-        reused = _in_common(wanted, source.tokens)
+        source = max(held, key=lambda one: (self._shared(request, one.tokens), -len(one.tokens)))
+        reused = self._shared(request, source.tokens)
         own = source if source in group.free and reused == len(source.tokens) else group.free[0]
         if own.row != row:
             moved = next(one for one in group.free if one.row == row)
@@ -317,15 +316,28 @@ class ContinuousBatch:
         request._read = request.reused = reused
         group.running.append(request)
 
+    def _shared(self, request: Request, tokens: Tensor) -> int:
+        """How many tokens of a row are the beginning of a prompt, and have the angles that the prompt is to have."""
+        shared = _in_common(request.prompt[:-1], tokens)  # the last token's logits choose the next
+        is_like = shared > self._border if len(request.prompt) > self._border else len(tokens) < self._border
+        return shared if is_like else 0
+
     def _launch(self, group: Group) -> None:
         """Order a pass that decodes a token of each request that has one, and one that reads a chunk of a prompt."""
         decoding = group.running[: -1 if group.is_reading else None]
         if decoding:
             tokens_B1 = torch.tensor([[request.tokens[-1]] for request in decoding], dtype=torch.int64, device="cpu")
+            for b, request in enumerate(decoding):
+                if request.filled == self._border:
+                    anew_1T = torch.cat([request.computed, tokens_B1[b]])[None]
+                    self._order(Order(PASS, (group.first + b, *anew_1T.shape), [0], anew_1T))
             self._pass(group, Pass(decoding), group.first, tokens_B1, [request.filled for request in decoding])
         if self._reads_more(group):
-            request, chunk = group.running[-1], group.unread[: self._chunk]
-            row, start = group.first + len(decoding), len(request.prompt) - len(group.unread)
+            request, unread = group.running[-1], group.unread
+            start = len(request.prompt) - len(unread)
+            is_beyond = start == 0 and len(request.prompt) > self._border
+            chunk = unread[: max(self._chunk, self._border + 1) if is_beyond else self._chunk]
+            row = group.first + len(decoding)
             if request.inputs is not None and not request._read:
                 self._order(Order(ENCODE, (row, 1, len(request.inputs)), (), request.inputs[None]))
             self._pass(group, Pass([request], len(chunk)), row, chunk[None], [start])
@@ -429,14 +441,16 @@ class ContinuousBatch:
     def _order(self, order: Order, made: Pass | None = None) -> None:
         """Have all ranks do this. In a pipeline this rank does it when the tokens of a later pass are asked for."""
         if self.engine.transport.world_size > 1:
-            # Inputs may be longer than a chunk, and have a message themselves.
-            payload = [] if order.tokens_BT is None or order.what == ENCODE else order.tokens_BT.flatten().tolist()
             about, starts = [*order.about, 0, 0, 0][:3], [*order.starts, *[0] * (self.rows - len(order.starts))]
-            numbers = [order.what, *about, *starts, *payload]
-            self._message[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            numbers = torch.tensor([order.what, *about, *starts], dtype=torch.int64, device="cpu")
+            if order.tokens_BT is not None:
+                numbers = torch.cat([numbers, order.tokens_BT.flatten()])
+            # Inputs, and what LongRoPE changes, may be longer than a chunk, and have a message themselves.
+            apart = 4 + self.rows if len(numbers) > len(self._message) else len(numbers)
+            self._message[:apart] = numbers[:apart]
             self.engine.ranks.tell(self._message)
-            if order.what == ENCODE and order.tokens_BT is not None:
-                self.engine.ranks.tell(order.tokens_BT.to(self.engine.device))
+            if apart < len(numbers):
+                self.engine.ranks.tell(numbers[apart:].to(self.engine.device))
         self._todo.append((order, made))
         if self.engine.ranks.stages == 1:
             self._do_next()

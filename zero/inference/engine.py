@@ -5,6 +5,7 @@
 2. One pass over all prompts fills the cache (prefill) and gives the logits of the first token.
 3. Rank 0 tells the others the token it chose for every row, so that ranks cannot diverge.
 4. A decode step puts one token of every row into the next slot. It is compiled if the configuration asks for it.
+   Before a row grows beyond the border of LongRoPE its keys and values are computed anew (`rope.py`).
 
 An encoder-decoder encodes its inputs first, once. Its decoder's prompts then take this way (`encoded.py`).
 
@@ -28,6 +29,7 @@ from .config import InferenceConfig
 from .encoded import EncoderDecoder, decoder_of, inputs_of, source_of
 from .pipeline import Together
 from .requests import Choice, Options, Prompts, choice_of, ends_of, mask_of, pad_of, rows_of, start_of
+from .rope import border_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -44,6 +46,7 @@ class InferenceEngine:
         transport: The transport between the ranks that serve together.
         ranks: How these ranks divide the model.
         slots: Slots of the cache: the most tokens of a prompt with its answer.
+        border: The most tokens of a row with LongRoPE's angles of short ones (`rope.py`); None: they never change.
         before_first_call: Checks the split model on the first call's inputs, or None. It raises ValueError on all ranks
             if the split model computes something else than the whole one.
     """
@@ -52,6 +55,7 @@ class InferenceEngine:
         self.module, self.config, self.ranks, self.transport = module, config, ranks, ranks.transport
         self._decoder = decoder_of(module)
         self.slots = min(config.max_out_tokens, longest(module) or config.max_out_tokens)
+        self.border = border_of(module)
         self._stepped, self._free = StaticCache(self.slots), [StaticCache(self.slots)]
         named = {"use_cache": True, "logits_to_keep": 1}
         self._cache_name = cache_name(self._decoder)
@@ -91,14 +95,6 @@ class InferenceEngine:
         """How many tokens the model knows, by its configuration; None if it does not tell."""
         found = getattr(getattr(self.module, "config", None), "vocab_size", None)
         return found if isinstance(found, int) else None
-
-    @property
-    def longest_of_one_rope(self) -> int | None:
-        """The longest row with which the angles of LongRoPE are those of short rows; None if they never change."""
-        ropes = getattr(getattr(self.module, "config", None), "rope_parameters", None) or {}
-        of_kinds = [ropes] if "rope_type" in ropes else [rope for rope in ropes.values() if isinstance(rope, dict)]
-        found = [rope["original_max_position_embeddings"] for rope in of_kinds if rope.get("rope_type") == "longrope"]
-        return min(found, default=None)
 
     @property
     def held_bytes(self) -> int:
@@ -215,7 +211,8 @@ class InferenceEngine:
             The logits [B, V] after the last tokens.
 
         Raises:
-            ValueError: The tokens do not fit into the cache, or inputs are missing or not expected.
+            ValueError: The tokens do not fit into the cache, LongRoPE would turn those before them by other angles, or
+                inputs are missing or not expected.
         """
         B, T = tokens_BT.shape
         if (inputs is not None) != (self.has_encoder and slot == 0):
@@ -225,6 +222,11 @@ class InferenceEngine:
         if slot + T > self.slots:
             raise ValueError(
                 f"slot {slot} and {T} tokens do not fit into a cache of {self.slots}; raise max_out_tokens"
+            )
+        if self.border is not None and 0 < slot <= self.border < slot + T:
+            raise ValueError(
+                f"{T} tokens from slot {slot} on make rows of more than {self.border}, and LongRoPE changes the keys "
+                "before them: pass the tokens of whole rows with slot 0"
             )
         device = self.device
         slots_T = torch.arange(slot, slot + T, device=device)
@@ -265,6 +267,12 @@ class InferenceEngine:
                     torch.tensor([slot], device=device, dtype=torch.int64),
                     self.slots if self._replays else slot + 1,
                 )
+                if self.border is not None:
+                    tokens_BT = torch.cat([tokens_BT, chosen_B[:, None]], 1)
+                    for b in (slot - starts_B == self.border).nonzero().flatten().tolist():
+                        first = int(starts_B[b])
+                        own, slots = slice(b, b + 1), torch.arange(first, slot + 1, device=device)
+                        self.run(cache, tokens_BT[own, first:], starts_B[own], slots, slot + 1, first=b)
                 logits_BV = self.run(cache, chosen_B[:, None], starts_B, at, width, decodes=True)
         finally:
             cache.source = None

@@ -37,6 +37,7 @@ from .experts import quantize_experts
 from .layers import quantize, serve_linears
 from .packed import Matrix
 from .pipeline import Elsewhere, Together, cut, outline_of
+from .rope import turn_by_row
 from .split import plan_of, split
 
 log = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ def init_inference(
         except (CheckpointError, OSError, ValueError) as error:
             problem = f"rank {group.rank}: {error}"
         raise_on_all_ranks(group, problem, CheckpointError)
+    turn_by_row(served)
     _check_weights(served, group)
     if calibration is not None and _is_packed(served):
         raise ValueError("calibration is for weights in floats, and these are packed already: leave calibration out")
