@@ -135,7 +135,6 @@ class Rendezvous:
         if theirs != ranks:
             raise ValueError(f"the members of this run have {theirs} ranks each, and this one has {ranks}")
         self._lock, self._now, self._run_began = threading.Lock(), Roster(0, ()), time.monotonic()
-        self._compared = float("-inf")  # when this member last compared its run with the store's
         self._meter, self._about, self._beat_count = Meter(), about_here(), 0
         self._changes: dict[int, dict[str, object]] = {}  # the last ones, to be published if this member is the first
         self._published = set[int]()
@@ -330,10 +329,7 @@ class Rendezvous:
         """See who waits for the next epoch. The first member looks for newcomers."""
         is_first, is_astray = now.names[:1] == (self.name,), False
         if is_first:
-            # Over a slow link each question takes time, in which no sign of life is given.
-            if time.monotonic() - self._compared >= TELL_S or not self._beats.check(["newest"]):
-                self._compared = time.monotonic()
-                is_astray = self._is_older(self._publish_again(now, self._beats), now)
+            is_astray = self._is_older(self._publish_again(now, self._beats), now)
             self._answer()
         waits = self._arrived(now.epoch + 1, self._beats)[0] if self._beats.add(here(now.epoch + 1), 0) > 0 else []
         with self._lock:

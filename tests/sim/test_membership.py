@@ -1359,10 +1359,9 @@ def test_a_newcomer_finds_the_run_that_the_rendezvous_had_forgotten() -> None:
 
 @pytest.mark.parametrize("lives", [(INF, INF), (INF, INF, 40)], ids=["epoch1", "epoch2"])
 def test_a_member_that_began_a_run_of_its_own_joins_the_one_that_the_rendezvous_had_forgotten(
-    lives: tuple[float, ...], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    lives: tuple[float, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It came alone, to a rendezvous that had come back empty, before the members did."""
-    monkeypatch.setattr("onebit.membership.rendezvous.TELL_S", 0.02)  # the other run is hardly older
     hub, lone, is_trained, has_begun = Hub(len(lives)), Hub(1), threading.Event(), threading.Event()
 
     def work(members: Members) -> Tensor:
