@@ -156,7 +156,7 @@ class Members(Transport):
         self.roster = roster = self.rendezvous.meet(last, missed, lets_in=lets_in)
         if self.giver is not None:
             self.giver.enter(roster)
-        if last is not None and (roster.epoch, roster.run) != (last.epoch + 1, last.run):
+        if last is not None and roster.epoch != last.epoch + 1:
             self.has_state = False  # the others have continued without this member
         self._now = self._connect(roster, roster.names.index(self.rendezvous.name))
         self._channels = [self._now.new_channel() for _ in range(self._channels_asked)]

@@ -196,10 +196,10 @@ class NodeRendezvous:
 
         def met(first: Rendezvous) -> list[Any]:
             roster = first.meet(last, all_missed, lets_in=lets_in)
-            return [roster.epoch, roster.names, roster.run]
+            return [roster.epoch, roster.names]
 
-        epoch, names, run = self._ask(met)
-        return Roster(epoch, tuple(names), run)
+        epoch, names = self._ask(met)
+        return Roster(epoch, tuple(names))
 
     def has_begun(self, roster: Roster) -> bool:
         self._node.check()

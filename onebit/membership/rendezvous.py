@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import os
 import threading
 import time
 import weakref
@@ -53,14 +52,10 @@ class Roster:
     Attributes:
         epoch: Number of the epoch, from 1; 0 before the first. Of a copy, its number times -1.
         names: Names of the members, in rank order.
-        run: Random name of the run; "" of a copy. Default "".
-        age_s: Seconds that the run had lasted when this was written. Default 0.
     """
 
     epoch: int
     names: tuple[str, ...]
-    run: str = ""
-    age_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -134,7 +129,7 @@ class Rendezvous:
             self._write("ranks", {"ranks": (theirs := ranks)})
         if theirs != ranks:
             raise ValueError(f"the members of this run have {theirs} ranks each, and this one has {ranks}")
-        self._lock, self._now, self._run_began = threading.Lock(), Roster(0, ()), time.monotonic()
+        self._lock, self._now = threading.Lock(), Roster(0, ())
         self._meter, self._about, self._beat_count = Meter(), about_here(), 0
         self._changes: dict[int, dict[str, object]] = {}  # the last ones, to be published if this member is the first
         self._published = set[int]()
@@ -168,14 +163,11 @@ class Rendezvous:
             MembershipError: As a newcomer, after `wait_s`, or once the run has ended.
         """
         deadline = time.monotonic() + self.patience.wait_s
-        newest = self._newest() if last is None else self._publish_again(last, self._store)
-        before = newest if last is None or self._is_older(newest, last) else last
+        before = last or self._newest()
         while True:
             roster = self._next(before, sorted(missed), deadline, lets_in)
             if self.name in roster.names:
                 with self._lock:
-                    if last is None or roster.run != last.run:
-                        self._run_began = time.monotonic() - roster.age_s
                     self._now, self.copied = roster, None
                     self.is_awaited.clear()
                     self.is_over.clear()
@@ -327,21 +319,15 @@ class Rendezvous:
 
     def _look(self, now: Roster) -> None:
         """See who waits for the next epoch. The first member looks for newcomers."""
-        is_first, is_astray = now.names[:1] == (self.name,), False
+        is_first = now.names[:1] == (self.name,)
         if is_first:
-            is_astray = self._is_older(self._publish_again(now, self._beats), now)
+            self._publish_again(now)
             self._answer()
         waits = self._arrived(now.epoch + 1, self._beats)[0] if self._beats.add(here(now.epoch + 1), 0) > 0 else []
         with self._lock:
             if now is not self._now:
                 return
-            if is_astray and not self.is_awaited.is_set():
-                log.warning(
-                    "%s has begun a run of its own, at a rendezvous that had come back empty: it drops it, and joins "
-                    "the one that is here now",
-                    self.name,
-                )
-            if is_astray or (is_first and waits):
+            if is_first and waits:
                 self.is_awaited.set()
             if any(name in now.names and name != self.name for name in waits):
                 self.is_over.set()
@@ -386,33 +372,17 @@ class Rendezvous:
             self._beats.set(key, self._signed(key, pending[epoch]))
             self._published.add(epoch)
 
-    def _publish_again(self, now: Roster, store: _Steady) -> Roster | None:
-        """Write the members into a store that has come back empty, before a newcomer takes it for a new run's.
-
-        If a newcomer was faster, its run is the younger one, and gives way. Returns the newest epoch that was there.
-        """
-        try:
-            newest = self._newest(store)
-        except MembershipError:  # a stranger's, who must not end the run of others; a store that is away raises below
-            newest = None
-        if newest is None or (newest.run != now.run and not self._is_older(newest, now)):
+    def _publish_again(self, now: Roster) -> None:
+        """Write the members into a store that has come back empty, before a newcomer takes it for a new run's."""
+        if not self._beats.check(["newest"]):
             key = f"roster/{now.epoch}"
-            store.set("ranks", self._signed("ranks", {"ranks": self._ranks}))
+            self._beats.set("ranks", self._signed("ranks", {"ranks": self._ranks}))
             if self._in_run:  # else it may be the first epoch, whose roster has no number yet
-                store.set("begun", "yes")
-            store.set(key, self._signed(key, self._as_value(now)))
-            store.set("newest", self._signed("newest", {"epoch": str(now.epoch)}))
+                self._beats.set("begun", "yes")
+            self._beats.set(key, self._signed(key, {"epoch": now.epoch, "names": list(now.names)}))
+            self._beats.set("newest", self._signed("newest", {"epoch": str(now.epoch)}))
             self._published.clear()
             self._asked, self._to_answer = 0, []
-        return newest
-
-    def _is_older(self, newest: Roster | None, last: Roster) -> bool:
-        """Whether an epoch is of another run, which is older than that of this member. No clocks are compared."""
-        return newest is not None and newest.run != last.run and newest.age_s > time.monotonic() - self._run_began
-
-    def _as_value(self, roster: Roster) -> dict[str, object]:
-        age_s = time.monotonic() - self._run_began
-        return {"epoch": roster.epoch, "names": list(roster.names), "run": roster.run, "age_s": age_s}
 
     # ---------------------------------------------------------------- one epoch
 
@@ -461,11 +431,9 @@ class Rendezvous:
         names = [] if before is None else [name for name in before.names if name in arrived]
         if lets_in or len(names) < self.min_members:
             names += [name for name in arrived if name not in names]
-        if before is None:
-            self._run_began = time.monotonic()
-        key, run = f"roster/{epoch}", os.urandom(6).hex() if before is None else before.run
+        key = f"roster/{epoch}"
         # If several members close the epoch, the first roster stands.
-        self._store.compare_set(key, "", self._signed(key, self._as_value(Roster(epoch, tuple(names), run))))
+        self._store.compare_set(key, "", self._signed(key, {"epoch": epoch, "names": names}))
         self._write("newest", {"epoch": str(epoch)})
 
     def _why_none(self, before: Roster | None, arrived: Sequence[str]) -> str:
@@ -495,16 +463,12 @@ class Rendezvous:
                 missed.update(map(str, found["missed"]))
         return list(names), missed
 
-    def _newest(self, store: _Steady | None = None) -> Roster | None:
-        store = store or self._store
-        return self._read_roster(int(self._read("newest", store)["epoch"]), store) if store.check(["newest"]) else None
+    def _newest(self) -> Roster | None:
+        return self._read_roster(int(self._read("newest")["epoch"])) if self._store.check(["newest"]) else None
 
-    def _read_roster(self, epoch: int, store: _Steady | None = None) -> Roster | None:
-        key, store = f"roster/{epoch}", store or self._store
-        if not store.check([key]):
-            return None
-        value = self._read(key, store)
-        return Roster(epoch, tuple(map(str, value["names"])), str(value["run"]), float(value["age_s"]))
+    def _read_roster(self, epoch: int) -> Roster | None:
+        key = f"roster/{epoch}"
+        return Roster(epoch, tuple(map(str, self._read(key)["names"]))) if self._store.check([key]) else None
 
     # ---------------------------------------------------------------- signed values
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from faults import simulated
 from faults.case import AS_PROMISED, Tools
-from faults.member_runs import Hub, Killed, MortalTransport, Run, founded
+from faults.member_runs import Hub, Killed, MortalTransport, founded
 from test_onebit_adam import SIZES, gradient, parameters, split, start
 from torch import Tensor, nn
 from torch.distributed import HashStore
@@ -1355,59 +1355,6 @@ def test_a_newcomer_finds_the_run_that_the_rendezvous_had_forgotten() -> None:
         finally:
             hub.store.set("ended", "yes")
             a.leave(), b.leave(), n.leave()
-
-
-@pytest.mark.parametrize("lives", [(INF, INF), (INF, INF, 40)], ids=["epoch1", "epoch2"])
-def test_a_member_that_began_a_run_of_its_own_joins_the_one_that_the_rendezvous_had_forgotten(
-    lives: tuple[float, ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    """It came alone, to a rendezvous that had come back empty, before the members did."""
-    hub, lone, is_trained, has_begun = Hub(len(lives)), Hub(1), threading.Event(), threading.Event()
-
-    def work(members: Members) -> Tensor:
-        def before_step(optimizer: Any) -> None:
-            if members.rendezvous.name == "n" and optimizer.steps_taken() == 3 and not has_begun.is_set():
-                lone.networks = hub.networks
-                has_begun.set()
-                wait_until(members.is_awaited)
-            if members.rendezvous.name in "ab" and optimizer.steps_taken() == 12 and members.world_size == 2:
-                is_trained.set()
-                assert has_begun.wait(20)
-                members.rendezvous._store._store = members.rendezvous._beats._store = lone.store
-                key = f"here/{members.roster.epoch + 1}"
-                wait_until(lambda: lone.store.add(key, 0) > 0 and (members.rank > 0 or members.is_awaited()))
-
-        model, optimizer = trained(members, 24, before_step=before_step, decay=0.99)
-        optimizer.check_replicas()
-        end(optimizer)
-        return parameters_of(model)
-
-    run = founded(hub, work, lives)
-    newcomer = Run(lone, work)
-    assert is_trained.wait(20)
-    newcomer.start("n")
-    run.join(), newcomer.join()
-    assert torch.equal(run.results["a"], run.results["b"]) and torch.equal(run.results["a"], newcomer.results["n"])
-    assert "n has begun a run of its own" in caplog.text
-
-
-def test_a_stranger_that_writes_over_the_newest_epoch_ends_no_run() -> None:
-    hub = Hub(2)
-    a, b = (hub.members(name, [INF]).rendezvous for name in "ab")
-    with ThreadPoolExecutor() as pool:
-        first, _ = pool.map(lambda one: one.meet(None), (a, b))
-        hub.store.set("newest", "a stranger's")
-        try:
-            assert {roster.epoch for roster in pool.map(lambda one: one.meet(first), (a, b))} == {2}
-        finally:
-            a.leave(), b.leave()
-
-
-def wait_until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.005)
 
 
 def test_a_newcomer_that_asks_for_a_copy_asks_again_if_the_rendezvous_comes_back_empty() -> None:
