@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_POLL_S, POLL_S = 0.001, 0.02
+FOUND_LOOKS = 5  # of the first member of a run, for which a founder waits
 MOST_WRITES = 50  # of a name: a store that comes back empty takes one more
 LEAVE_S = 5.0
 
@@ -401,7 +402,7 @@ class Rendezvous:
                     )
                 key = f"{here(epoch)}/{self._store.add(here(epoch), 1)}"
                 self._write(key, {"name": self.name, "missed": list(missed)})
-            elif len(arrived) >= self.founders if before is None else self.name in before.names:
+            elif self._may_found(arrived, now - began) if before is None else self.name in before.names:
                 absent = [] if before is None else [name for name in before.names if name not in arrived]
                 limits = [self.patience.suspect_s if name in suspects else self.patience.silent_s for name in absent]
                 are_silent = [silences.of(name) > limit for name, limit in zip(absent, limits, strict=True)]
@@ -415,6 +416,10 @@ class Rendezvous:
                 raise MembershipError(waited + self._why_none(before, arrived))
             time.sleep(next(pauses))
         return roster
+
+    def _may_found(self, arrived: Sequence[str], waited_s: float) -> bool:
+        # Or this is a run's rendezvous that has come back empty, and its members have yet to tell it of themselves.
+        return len(arrived) >= self.founders and waited_s >= FOUND_LOOKS * self.patience.look_s
 
     def _tell_of_few(self, epoch: int, arrived: Sequence[str]) -> None:
         if epoch != self._told_of:

@@ -116,6 +116,8 @@ class Data:
         while (step := optimizer.steps_taken()) < self.leaves.get(name, self.steps):
             if self.newcomers and step == 8:
                 await_newcomers(members, hub, self.newcomers)
+            while self.stops and name not in self.stops and step == 14 and hub.store.add("here/3", 0) == 0:
+                time.sleep(0.005)  # the one that was stopped comes back
             for batch in sampler.step_batches(batches):
                 (p[batch].sum() / self.micro_batches).backward()
                 CLOCK.now += 1.0 / dict(zip("abcdefgh", map(float, self.speeds), strict=False)).get(name, 1.0)

@@ -1357,6 +1357,32 @@ def test_a_newcomer_finds_the_run_that_the_rendezvous_had_forgotten() -> None:
             a.leave(), b.leave(), n.leave()
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_lone_founder_waits_for_a_run_that_the_rendezvous_had_forgotten(epochs: int) -> None:
+    """It came alone, to a rendezvous that had come back empty, a moment before the members did."""
+    hub = Hub(2)
+    a, b = (hub.members(name, [INF]).rendezvous for name in "ab")
+    with ThreadPoolExecutor() as pool:
+        last = None
+        for _ in range(epochs):
+            last, _ = pool.map(partial(Rendezvous.meet, last=last), (a, b))
+        a.begin()
+        hub.store, hub.founders = HashStore(), 1
+        n = hub.members("n", [INF]).rendezvous
+        of_n = pool.submit(n.meet, None)
+        while hub.store.add("here/1", 0) == 0:
+            time.sleep(0.001)
+        for one in (a, b):
+            one._store._store = one._beats._store = hub.store
+        try:
+            assert a.is_awaited.wait(10) and not of_n.done()
+            assert {roster.epoch for roster in pool.map(partial(Rendezvous.meet, last=last), (a, b))} == {epochs + 1}
+            assert set(of_n.result(10).names) == {"a", "b", "n"}
+        finally:
+            hub.store.set("ended", "yes")
+            a.leave(), b.leave(), n.leave()
+
+
 def test_a_newcomer_that_asks_for_a_copy_asks_again_if_the_rendezvous_comes_back_empty() -> None:
     """Its question is gone, and the numbers of questions begin anew."""
     hub, giver = Hub(1), Mock()
