@@ -472,10 +472,15 @@ class LocalSteps(Wrapped):
             self._change(self._lost)
         elif self._members.is_over():  # others have lost a member in the last round, and wait
             self._change(PeerError("another member has ended the epoch"))
-        elif self._change_is_due:
+        elif self._newcomers_are_due():
             self._land_all()  # or what is under way would be forgotten; a loss in it ends in a change, too
-            if self._change_is_due:
+            if self._newcomers_are_due():
                 self._change(None)
+
+    def _newcomers_are_due(self) -> bool:
+        """Whether newcomers are to be let in before this step: all have agreed, or a loss has left too few members."""
+        assert self._members is not None
+        return self._change_is_due or self._members.world_size < self._members.rendezvous.min_members
 
     @contextmanager
     def _survives_losses(self) -> Iterator[None]:
@@ -490,7 +495,8 @@ class LocalSteps(Wrapped):
     def _change(self, why: PeerError | None) -> None:
         assert self._members is not None
         self._change_is_due, self._lost = False, None
-        # After a loss, what members call next differs: some are in sync(), say. A newcomer calls step().
+        # After a loss, what members call next differs: some are in sync(), say. A newcomer calls step(), so it comes in
+        # before the next one, also if it is needed.
         found = change(self, self._members, why, lets_in=why is None)
         if found.is_back:  # its gradients are of parameters that are gone
             self.zero_grad()

@@ -154,8 +154,8 @@ class Rendezvous:
         Args:
             last: The epoch in which this member was. None: it is new.
             missed: Members of that epoch to which a connection has broken, or which were silent. Default ().
-            lets_in: Whether newcomers may come in with this epoch, if this member closes it. False: only if there are
-                too few members without them. Default True.
+            lets_in: Whether newcomers may come in with this epoch, if this member closes it. Default True. False: they
+                count for `min_members`, and come in with a later one.
 
         Returns:
             The roster of the new epoch.
@@ -434,7 +434,7 @@ class Rendezvous:
 
     def _close(self, before: Roster | None, epoch: int, arrived: Sequence[str], lets_in: bool) -> None:
         names = [] if before is None else [name for name in before.names if name in arrived]
-        if lets_in or len(names) < self.min_members:
+        if lets_in:
             names += [name for name in arrived if name not in names]
         key = f"roster/{epoch}"
         # If several members close the epoch, the first roster stands.

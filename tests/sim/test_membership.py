@@ -381,12 +381,13 @@ def test_a_step_taken_alone_is_not_compared_with_the_run(monkeypatch: pytest.Mon
     assert run.finish() is None
 
 
-def test_members_that_are_too_few_wait_for_others(caplog: pytest.LogCaptureFixture) -> None:
-    """Two of three are left: the step under way stands still until another has joined, and is then taken by three."""
+@pytest.mark.parametrize("make", [adam, local], ids=["adam", "local"])
+def test_members_that_are_too_few_wait_for_others(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """Two of three are left, and stand still until another has come. The step under way, not the round, is its too."""
     hub, sizes = Hub(3, min_members=3), []
 
     def work(members: Members) -> Tensor:
-        params = train(members, 20)[1]
+        params = train(members, 20, make=make)[1]
         sizes.append(members.world_size)
         return params
 
@@ -539,11 +540,17 @@ def test_a_member_may_be_lost_while_the_network_is_measured(fuse: float, monkeyp
     assert steps == others == 12 and torch.equal(first, second)
 
 
-@pytest.mark.parametrize("fuse", [104, 110, 116, 125, 137])
+@pytest.mark.parametrize("fuse", [96.5, 104, 110, 116, 125, 137, 138.5])
+@pytest.mark.parametrize("least", [1, 3])
 @pytest.mark.parametrize("make", [partial(local, fragments=2, delay=2), delayed], ids=["local", "adam"])
-def test_a_newcomer_may_come_as_a_member_is_lost(make: Make, fuse: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members notice the loss in other calls, some of them in sync(), and the newcomer's first call is step()."""
-    hub, die = Hub(3), MortalTransport.die
+def test_a_newcomer_may_come_as_a_member_is_lost(
+    make: Make, least: int, fuse: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members notice the loss in other calls, some of them in sync(), and the newcomer's first call is step().
+
+    least: with 3, those that are left need the newcomer.
+    """
+    hub, die = Hub(3, min_members=least), MortalTransport.die
 
     def die_as_another_comes(transport: MortalTransport) -> None:
         if threading.current_thread() is transport.thread:
