@@ -58,7 +58,7 @@ from .step.delayed import DelayedSteps
 from .step.driver import Driver, StepState
 from .step.link_probe import CompressionPolicy
 from .step.overlap import Overlap
-from .step.replicated import Replicated
+from .step.replicated import Journal, Replicated
 from .step.under_way import Lookahead, StepUnderWay, check_delay
 from .step.verdict import all_parts_agree, is_good_alone, reads_late, verdicts
 from .usage.contract import Group, SharedOptions, State, check_is_switch
@@ -748,10 +748,19 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             return "masks fix some elements, so that steps do not apply frames as they are"
         return ""
 
-    def at_rest(self, bucket: Bucket) -> list[Tensor]:
+    def keep_journal(self, journal: Journal | None) -> None:
         """See `membership.copying.Repeatable`."""
+        self.placement.journal = journal
+
+    def common(self, index: int) -> tuple[list[Tensor], Tensor | None]:
+        """See `membership.copying.Repeatable`."""
+        bucket = self.buckets[index]
         flats = [flat for name, flat in bucket.flat.items() if name in self.rule.at_rest]
-        return [view for flat in flats for view in bucket.layout.views(flat)]
+        return [*bucket.local_values, *(view for flat in flats for view in bucket.layout.views(flat))], bucket.frames
+
+    def repeat(self, index: int, tensors: Sequence[Tensor], step: State) -> None:
+        """See `membership.copying.Repeatable`."""
+        self.placement.repeat(self.buckets[index], tensors, step)
 
     def is_exchanging(self) -> bool:
         """See `membership.copying.Repeatable`."""

@@ -3,7 +3,7 @@
     1. It asks the first member through the store (`Rendezvous.ask`). The two connect to each other, and compare models
        and options.
     2. The first member sends one bucket after the other, each as it is at that moment. From then on it also sends what
-       every step does to that bucket: the frames that the step applies to the parameters, and their factors.
+       every step does to that bucket: the frames that the step applies, and their factors.
     3. The newcomer applies them to its copy. Once it has everything, it comes to the rendezvous.
     4. At the change it tells the digests of the tensors in its copy. The member that sends the state leaves those out.
 
@@ -32,17 +32,14 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.archive import read_archive
-from ..comm import FusedCodec, ParamUpdate, PeerError, Transport
+from ..comm import PeerError, Transport
 from ..comm.messages import gather_bytes, gather_texts
-from ..layout.bucket import Bucket
-from ..layout.buckets import Buckets
-from ..layout.flat import lay_out
+from ..layout.buckets import AnyBucket
 from ..usage.contract import State
 from .rendezvous import LEAVE_S, MembershipError, Rendezvous, Roster
 
 if TYPE_CHECKING:
-    from ..step.bucket_step import Decision
-    from ..step.replicated import Replicated
+    from ..step.replicated import Journal
     from .members import Members
 
 log = logging.getLogger(__name__)
@@ -67,17 +64,32 @@ _LEFT = "the member that gave it has left the run"
 
 @runtime_checkable
 class Repeatable(Protocol):
-    """An optimizer whose steps in one bit can be repeated from the frames that they apply."""
+    """An optimizer whose steps can be repeated from the frames that they apply. Buckets go by their index."""
 
-    codec: FusedCodec
-    buckets: Buckets[Bucket]
-    placement: Replicated
+    @property
+    def buckets(self) -> Sequence[AnyBucket]:
+        """Its buckets."""
 
     def why_not_repeated(self) -> str:
         """Why its steps cannot be repeated now; "" if they can."""
 
-    def at_rest(self, bucket: Bucket) -> list[Tensor]:
-        """The state of a bucket that steps in one bit do not change."""
+    def keep_journal(self, journal: Journal | None) -> None:
+        """Tell this journal of what steps do to the state from now on. None: none does."""
+
+    def common(self, index: int) -> tuple[list[Tensor], Tensor | None]:
+        """Of a bucket, the large state that all members have, first what follows the parameters; not copied.
+
+        And the frames of the last step, if they are a part of it.
+        """
+
+    def repeat(self, index: int, tensors: Sequence[Tensor], step: State) -> None:
+        """Do to copies of these tensors what a step has done to the bucket. From any thread.
+
+        Args:
+            index: The bucket's.
+            tensors: On the host, modified.
+            step: From the journal: its `how`, and "frames", uint8 [W, B], on the host.
+        """
 
     def is_exchanging(self) -> bool:
         """Whether data of a step is on its way. May be called from any thread."""
@@ -250,7 +262,7 @@ class Giver:
             if self._has_left:
                 return _LEFT
             self._givings.append(giving)
-            self._optimizer.placement.journal = self
+            self._optimizer.keep_journal(self)
             giving.thread.start()
         return ""
 
@@ -263,7 +275,7 @@ class Giver:
     def forget(self) -> None:
         """This member has taken over another's state: what it has given is worth nothing."""
         for bucket in self._optimizer.buckets:
-            self.spoil(bucket)
+            self.spoil(bucket.index)
 
     def stop(self) -> None:
         """This member leaves the run."""
@@ -277,26 +289,24 @@ class Giver:
         with self._lock:
             self._givings = [giving for giving in self._givings if not giving.is_over]
             if not self._givings:
-                self._optimizer.placement.journal = None
+                self._optimizer.keep_journal(None)
             return self._givings
 
     # ---------------------------------------------------------------- the journal, called in each step
 
     @contextmanager
-    def applying(
-        self, bucket: Bucket, decision: Decision, frames_WB: Tensor, weight_K: Tensor, keep_K: Tensor
-    ) -> Iterator[None]:
-        """In this block frames are applied to the parameters; arguments as `Replicated.apply`."""
+    def applying(self, index: int, frames_WB: Tensor, how: State) -> Iterator[None]:
+        """In this block frames are applied to the state. See `Journal`."""
         with ExitStack() as copies:
             for giving in self._living():
                 copies.enter_context(giving.changed)  # no bucket is copied meanwhile
-                giving.note(bucket.index, list(decision.of(bucket)), frames_WB, weight_K, keep_K)
+                giving.note(index, frames_WB, how)
             yield
 
-    def spoil(self, bucket: Bucket) -> None:
+    def spoil(self, index: int) -> None:
         """A bucket has changed in another way: copies of it are worth nothing, and are sent again."""
         for giving in self._living():
-            giving.spoil(bucket.index)
+            giving.spoil(index)
 
 
 class _Giving:
@@ -320,8 +330,7 @@ class _Giving:
         self._since_pause, self._last_bytes = 0, math.inf  # of steps in the last message, if it had no bucket
         self.is_ready = self.is_over = self._ended = False
         self._why = ""
-        values = sum(x.nbytes for bucket in optimizer.buckets for x in bucket.local_values)
-        self._most_bytes = max(values, LEAST_LOG_BYTES)
+        self._most_bytes = max(sum(4 * bucket.layout.parameter_numel for bucket in optimizer.buckets), LEAST_LOG_BYTES)
         self.thread = threading.Thread(target=self._run, name="onebit-copy", daemon=True)
 
     def end(self, why: str = "") -> None:
@@ -333,12 +342,12 @@ class _Giving:
         self._ended, self._why = True, self._why or why
         self.changed.notify_all()
 
-    def note(self, index: int, moves: list[bool], frames_WB: Tensor, weight_K: Tensor, keep_K: Tensor) -> None:
+    def note(self, index: int, frames_WB: Tensor, how: State) -> None:
         """Note frames that are about to be applied to a bucket. The caller holds `changed`."""
         if index not in self._given or self._ended:
             return
-        numbers = {"weight": weight_K.to("cpu", copy=True), "keep": keep_K.to("cpu", copy=True)}
-        step: State = {"bucket": index, "moves": moves, "frames": None, **numbers}
+        numbers = {name: x.to("cpu", copy=True) if isinstance(x, Tensor) else x for name, x in how.items()}
+        step: State = {"bucket": index, "frames": None, **numbers}
         last = self._frames.get(index)
         if last is None or not torch.equal(last, frames_WB.cpu()):  # with a delay, frames are applied more than once
             self._frames[index] = step["frames"] = frames_WB.to("cpu", copy=True)
@@ -408,24 +417,24 @@ class _Giving:
             self._last_bytes = math.inf if missing else self._log_bytes
             message: State = {
                 "steps": steps,
-                "bucket": self._copied(missing[0]) if missing and not self._ended else None,
+                "bucket": self._copied(missing[0].index) if missing and not self._ended else None,
                 "is_ready": not missing and (is_little or is_no_less),
                 "is_end": self._ended,
                 "why": self._why,
             }
             return message
 
-    def _copied(self, bucket: Bucket) -> State:
-        self._given.add(bucket.index)
+    def _copied(self, index: int) -> State:
+        self._given.add(index)
         self._count += 1
-        frames = None if bucket.frames is None else bucket.frames.to("cpu", copy=True)
-        self._frames.pop(bucket.index, None)
+        tensors, last = self._optimizer.common(index)
+        frames = None if last is None else last.to("cpu", copy=True)
+        self._frames.pop(index, None)
         if frames is not None:
-            self._frames[bucket.index] = frames
+            self._frames[index] = frames
         return {
-            "index": bucket.index,
-            "values": [x.detach().to("cpu", copy=True) for x in bucket.local_values],
-            "rest": [x.to("cpu", copy=True) for x in self._optimizer.at_rest(bucket)],
+            "index": index,
+            "tensors": [x.detach().to("cpu", copy=True) for x in tensors],
             "frames": frames,
             "share": len(self._given) / len(self._optimizer.buckets),
         }
@@ -467,7 +476,6 @@ class Copy:
         self._optimizer, self._members, self._rendezvous = optimizer, members, rendezvous
         self._pair, self._lines = pair, lines
         self._buckets: dict[int, State] = {}
-        self._codec = optimizer.codec.on_host()
         self._is_stopped = False
         self.is_ready = threading.Event()
         self.error: Exception | None = None
@@ -481,9 +489,9 @@ class Copy:
             return {}
         tensors: list[Tensor] = []
         for index, its in self._buckets.items():
-            tensors += [*its["values"], *its["rest"], *([] if its["frames"] is None else [its["frames"]])]
+            tensors += [*its["tensors"], *([] if its["frames"] is None else [its["frames"]])]
             params = self._optimizer.buckets[index].params
-            tensors += [x.to(p.dtype) for x, p in zip(its["values"], params, strict=True) if x.dtype != p.dtype]
+            tensors += [x.to(p.dtype) for x, p in zip(its["tensors"], params, strict=False) if x.dtype != p.dtype]
         return dict(zip(digests_of(tensors), tensors, strict=True))
 
     def stop(self) -> None:
@@ -516,7 +524,10 @@ class Copy:
     def _take(self, message: State) -> bool:
         """Take a message in. Returns whether others follow."""
         for step in message["steps"]:
-            self._repeat(self._buckets[step["bucket"]], step)
+            its = self._buckets[step["bucket"]]
+            if step["frames"] is not None:
+                its["frames"] = step["frames"]
+            self._optimizer.repeat(its["index"], its["tensors"], {**step, "frames": its["frames"]})
         if (its := message["bucket"]) is not None:
             self._buckets[its["index"]] = its
             self._rendezvous.copied = its["share"]
@@ -525,15 +536,6 @@ class Copy:
         if message["is_ready"]:
             self.is_ready.set()
         return not message["is_end"]
-
-    def _repeat(self, its: State, step: State) -> None:
-        """Take a step of a bucket, from its frames."""
-        if step["frames"] is not None:
-            its["frames"] = step["frames"]
-        frames, shapes = its["frames"], self._optimizer.buckets[its["index"]].layout.shapes
-        layout = lay_out(shapes, self._codec.block, len(frames))
-        params = [x if moves else None for x, moves in zip(its["values"], step["moves"], strict=True)]
-        self._codec.apply(frames, layout.chunk, ParamUpdate(params, layout.segments, step["weight"], step["keep"]))
 
 
 def copy_state(optimizer: Repeatable, members: Members, rendezvous: Rendezvous, lines: Sequence[str]) -> Copy | None:

@@ -37,20 +37,26 @@ from ..comm import (
 )
 from ..comm.codecs import Witness
 from ..layout.bucket import Bucket
+from ..layout.flat import lay_out
+from ..usage.contract import State
 from .bucket_step import Answer, Arrived, Decision, Meeting
 
 MOST_CONSTANTS = 16  # a few for each group; the tensors of earlier learning rates must not pile up
 
 
 class Journal(Protocol):
-    """Is told of what steps do to the parameters."""
+    """Is told of what steps do to the state."""
 
-    def applying(
-        self, bucket: Bucket, decision: Decision, frames_WB: Tensor, weight_K: Tensor, keep_K: Tensor
-    ) -> AbstractContextManager[None]:
-        """Wraps `Replicated.apply`; the same arguments."""
+    def applying(self, index: int, frames_WB: Tensor, how: State) -> AbstractContextManager[None]:
+        """In this block frames are applied to a bucket's state.
 
-    def spoil(self, bucket: Bucket) -> None:
+        Args:
+            index: The bucket's.
+            frames_WB: The frames, uint8 [W, B].
+            how: Plain values and tensors with which the same can be done to a copy; see `copying.Repeatable.repeat`.
+        """
+
+    def spoil(self, index: int) -> None:
         """The bucket's parameters have moved by something else than frames."""
 
 
@@ -361,10 +367,17 @@ class Replicated:
         assert frames_WB is not None
         moving = zip(bucket.local_values, decision.of(bucket), strict=True)
         params = [p if is_seen else None for p, is_seen in moving]
-        journal = self.journal
-        with nullcontext() if journal is None else journal.applying(bucket, decision, frames_WB, weight_K, keep_K):
+        how = {"moves": list(decision.of(bucket)), "weight": weight_K, "keep": keep_K}
+        with nullcontext() if self.journal is None else self.journal.applying(bucket.index, frames_WB, how):
             update = ParamUpdate(params, bucket.layout.segments, weight_K, keep_K)
             self.codec.apply(frames_WB, bucket.layout.chunk, update)
+
+    def repeat(self, bucket: Bucket, tensors: Sequence[Tensor], step: State) -> None:
+        """See `membership.copying.Repeatable`. The bucket is read for its shapes alone; parameters are first."""
+        codec, frames_WB = self.codec.on_host(), step["frames"]
+        layout = lay_out(bucket.layout.shapes, codec.block, len(frames_WB))
+        params = [x if moves else None for x, moves in zip(tensors, step["moves"], strict=False)]
+        codec.apply(frames_WB, layout.chunk, ParamUpdate(params, layout.segments, step["weight"], step["keep"]))
 
     def constant(self, bucket: Bucket, number: float) -> Tensor:
         """The number, once for each of the bucket's parameters, float32 [K]. Only read it: all buckets share it.
@@ -398,4 +411,4 @@ class Replicated:
             params, views = zip(*moved, strict=True)
             torch._foreach_sub_(params, views)
         if self.journal is not None:
-            self.journal.spoil(bucket)
+            self.journal.spoil(bucket.index)

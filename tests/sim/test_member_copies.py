@@ -234,15 +234,15 @@ def test_a_newcomer_comes_once_no_less_is_left(monkeypatch: pytest.MonkeyPatch) 
     """Steps make frames about as fast as they are sent: each message has as many as the one before."""
     monkeypatch.setattr(copying, "PIECE_BYTES", 0)
     optimizer, frames = Mock(), torch.zeros(2, 500, dtype=torch.uint8)
-    optimizer.buckets = [Mock(index=0, local_values=[torch.zeros(10_000)], frames=frames)]
-    optimizer.at_rest.return_value = []
+    optimizer.buckets = [Mock(index=0, layout=Mock(parameter_numel=10_000))]
+    optimizer.common.return_value = [torch.zeros(10_000)], frames
     giving, sent = copying._Giving(optimizer, Mock(), Mock(names=("a", "n")), []), list[Any]()
     for steps in (20, 10, 6, 6, 6):
         sent.append(giving._next())
         with giving.changed:
             giving._log_bytes -= copying._bytes_of(sent[-1]["steps"])
             for number in range(steps):
-                giving.note(0, [True], frames + 20 * len(sent) + number, torch.ones(1), torch.ones(1))
+                giving.note(0, frames + 20 * len(sent) + number, {})
     assert [len(message["steps"]) for message in sent] == [0, 20, 10, 6, 6]
     assert [message["is_ready"] for message in sent] == [False, False, False, False, True]
 
