@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from ..kernels import reference
 from ..kernels.arguments import SIGN, check_shape
 from ..kernels.contract import SignKernel
 from ..kernels.operands import EncodeOutput, LocalStep, MomentumInputs, ParamUpdate
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Witness(NamedTuple):
@@ -88,6 +91,10 @@ class Codec(ABC):
     block: int
     leaves_residual: ClassVar[bool] = True
     sends_in_place: ClassVar[bool] = False
+
+    def on_host(self) -> Self:
+        """The same codec for host tensors, without a kernel that was chosen for another device."""
+        return self
 
     @abstractmethod
     def frame_bytes(self, n: int) -> int:
@@ -177,10 +184,6 @@ class FusedCodec(Codec):
     parts of a compressed step that kernels do in one pass; here they are plain torch operations over `Codec`, and a
     codec with kernels overrides them. A packed momentum is frames of the same codec.
     """
-
-    def on_host(self) -> FusedCodec:
-        """The same codec for host tensors, without a kernel that was chosen for another device."""
-        return self
 
     def encode_momentum(self, momentum: MomentumInputs, out: EncodeOutput) -> None:
         """frames ← frames of c = add·g/√(D² + own·g²) + keep·m + error; residual ← c - decode(frames).

@@ -35,7 +35,7 @@ from torch import Tensor
 from .. import comm
 from ..arithmetic.squares import LARGEST_GRADIENT
 from ..comm import Codec, ErrorFeedback, Exchange, ExchangeTask, Hierarchy, IdentityCodec, Transport, Wire
-from ..layout.flat import Layout
+from ..layout.flat import Layout, lay_out
 from ..layout.masters import Masters
 from ..model_parallel import local
 from ..step.driver import StepState, moved
@@ -62,6 +62,22 @@ class OuterStep:
     def is_plain(self) -> bool:
         """Whether the anchor becomes the mean of the weights."""
         return self.lr == 1.0 and self.momentum == 0.0
+
+    def take(
+        self, codec: Codec, frames_WB: Tensor, share: Share, layout: Layout, anchor: Tensor, velocity: Tensor | None
+    ) -> None:
+        """Move θ and u, float32 [W·N], by the frames of all ranks. share: any rank's; the same moves on all."""
+        rows_WN = anchor.view(layout.world_size, -1)
+        if share.sends_weights:
+            codec.decode(frames_WB, rows_WN)
+            return
+        for theta, keep in zip(layout.views(anchor), share.keep_K, strict=True):
+            if keep != 1.0:
+                theta.mul_(keep)
+        codec.decode(frames_WB, rows_WN, weight=-self.lr, keep=1.0)
+        if velocity is not None:
+            codec.decode(frames_WB, velocity.view_as(rows_WN), keep=self.momentum)
+            anchor.sub_(velocity, alpha=self.lr * self.momentum)
 
 
 @dataclass(frozen=True)
@@ -262,17 +278,7 @@ class LocalBucket:
         self.ef.worker_next = self.ef.worker.new_empty(0)
         if outer.error_decay != 1.0:
             self.ef.worker.mul_(outer.error_decay)
-        anchor_WN = self.rows(self.anchor)
-        if share.sends_weights:
-            codec.decode(wire.frames_WB, anchor_WN)
-        else:
-            for theta, keep in zip(self.layout.views(self.anchor), share.keep_K, strict=True):
-                if keep != 1.0:
-                    theta.mul_(keep)
-            codec.decode(wire.frames_WB, anchor_WN, weight=-outer.lr, keep=1.0)
-            if self.velocity is not None:
-                codec.decode(wire.frames_WB, self.rows(self.velocity), keep=outer.momentum)
-                self.anchor.sub_(self.velocity, alpha=outer.lr * outer.momentum)
+        outer.take(codec, wire.frames_WB, share, self.layout, self.anchor, self.velocity)
         self._learn_correction(codec, wire.frames_WB, share)
         self.follow_anchor()
 
@@ -287,6 +293,11 @@ class LocalBucket:
         per_move = (-share.correction if share.sends_weights else share.correction) / self.peak_lr
         codec.decode(said_WB, self.rows(self.correction), weight=per_move / share.weight, keep=1.0)
         codec.decode(frames_WB, self.rows(self.correction), weight=-per_move, keep=1.0)
+
+    def common(self) -> list[Tensor]:
+        """What is the same on all ranks, by parameter: θ, then u if there is one. Views."""
+        flats = [self.anchor] if self.velocity is None else [self.anchor, self.velocity]
+        return [view for flat in flats for view in self.layout.views(flat)]
 
     def follow_anchor(self) -> None:
         """w ← θ, plus the change of w since it was sent."""
@@ -306,6 +317,20 @@ def _laid_out(flat: Tensor, before: Layout, layout: Layout) -> Tensor:
     found = torch.zeros(layout.numel, device=flat.device, dtype=flat.dtype)
     torch._foreach_copy_(layout.views(found), before.views(flat))
     return found
+
+
+def repeat_round(
+    bucket: LocalBucket, codec: Codec, outer: OuterStep, frames_WB: Tensor, share: Share, tensors: Sequence[Tensor]
+) -> None:
+    """Do to copies of `bucket.common()`, on the host, what a round has done to them. bucket: only for its shapes."""
+    layout, K = lay_out(bucket.layout.shapes, codec.block, len(frames_WB)), len(bucket.layout.shapes)
+    copies = [list(tensors[k : k + K]) for k in range(0, len(tensors), K)]
+    flats = [torch.zeros(layout.numel, device="cpu", dtype=torch.float32) for _ in copies]
+    for flat, copy in zip(flats, copies, strict=True):
+        torch._foreach_copy_(layout.views(flat), copy)
+    outer.take(codec, frames_WB, share, layout, flats[0], flats[1] if bucket.velocity is not None else None)
+    for flat, copy in zip(flats, copies, strict=True):
+        torch._foreach_copy_(copy, layout.views(flat))
 
 
 def is_lossless(codec: Codec) -> bool:

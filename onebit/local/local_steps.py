@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import comm
 from ..agreement.replicas import ReplicaCheck
@@ -33,6 +33,7 @@ from ..layout.buckets import elements_of
 from ..membership.change import change
 from ..membership.members import Members
 from ..model_parallel import ModelParallelGroup, model_parallel_group_of
+from ..step.replicated import Journal
 from ..usage.contract import State, check_number, loss_of
 from ..usage.frozen import gradient_of, refuse_unfrozen
 from ..usage.graphs import outside_graphs
@@ -542,6 +543,26 @@ class LocalSteps(Wrapped):
     def take_over(self, theirs: State, own: State | None) -> None:
         """See `membership.change.Changing`."""
         new_world.take_over(self, theirs, own)
+
+    def why_not_repeated(self) -> str:
+        """See `membership.copying.Repeatable`: anchors and outer momentum move by the frames of rounds alone."""
+        return ""
+
+    def keep_journal(self, journal: Journal | None) -> None:
+        """See `membership.copying.Repeatable`."""
+        self.rounds.journal = journal
+
+    def common(self, index: int) -> tuple[list[Tensor], Tensor | None]:
+        """See `membership.copying.Repeatable`."""
+        return self.buckets[index].common(), None
+
+    def repeat(self, index: int, tensors: Sequence[Tensor], step: State) -> None:
+        """See `membership.copying.Repeatable`."""
+        self.rounds.repeat(self.buckets[index], tensors, step)
+
+    def is_exchanging(self) -> bool:
+        """See `membership.copying.Repeatable`."""
+        return self.rounds.is_exchanging(self.fragments)
 
     # ---------------------------------------------------------------- states
 

@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
+from torch import Tensor
 
 from .. import comm
 from ..agreement.wrappers import NOT_COMPARED, are_alike, gradient_digest, refuse_wrapper, warn_of_averaging
 from ..comm import ExchangeTask, Transport
 from ..membership.residuals import residual_norm
 from ..model_parallel import ModelParallelGroup
+from ..step.replicated import Journal
 from ..step.stats import WaitClock
+from ..usage.contract import State
 from .balance import Balance, divide_steps
-from .fragment import Fragment, LocalBucket, Share, is_lossless
+from .fragment import Fragment, LocalBucket, Share, is_lossless, repeat_round
 from .inner_state import InnerState
 from .options import LocalOptions
 from .replica import Replica
@@ -41,8 +45,10 @@ class Rounds:
 
     inner: its state is reset for parameters that are not finite. parts: the ranks that hold one replica. waited: runs
     while rounds wait for others. stats: gets the phase and this rank's weight. balance: None, if all ranks take as many
-    steps.
+    steps. Attribute journal: is told of each round while a newcomer copies the state; None: none does.
     """
+
+    journal: Journal | None = None
 
     def __init__(
         self,
@@ -166,13 +172,10 @@ class Rounds:
         )
         fragment.move("launch")
         try:
-            if is_delayed:
+            if is_delayed or self._transport.ranks_change:
                 fragment.tasks = [ExchangeTask(each) for each in exchanges]
-            elif self._transport.ranks_change:  # if a member is lost, no bucket may have landed
-                with self._waited.running():
-                    comm.wait_all([ExchangeTask(each) for each in exchanges])
-                for bucket, share in zip(fragment.buckets, fragment.shares, strict=True):
-                    bucket.land(self._codec, self._outer, share)
+                if not is_delayed:  # if a member is lost, no bucket may have landed
+                    self._land(fragment)
             else:
                 with self._waited.running():
                     comm.interleave(
@@ -249,9 +252,26 @@ class Rounds:
         """Complete the exchange under way, if there is one."""
         if not fragment.is_under_way:
             return
+        self._land(fragment)
+        fragment.complete("resume", "commit")
+        self._stats.phase = "round"
+
+    def _land(self, fragment: Fragment) -> None:
         with self._waited.running():
             comm.wait_all(fragment.tasks)
         for bucket, share in zip(fragment.buckets, fragment.shares, strict=True):
-            bucket.land(self._codec, self._outer, share)
-        fragment.complete("resume", "commit")
-        self._stats.phase = "round"
+            assert bucket.wire is not None
+            journal, how = self.journal, {"keep": share.keep_K, "sends_weights": share.sends_weights}
+            with nullcontext() if journal is None else journal.applying(bucket.index, bucket.wire.frames_WB, how):
+                bucket.land(self._codec, self._outer, share)
+
+    # ---------------------------------------------------------------- newcomers that copy the state
+
+    def is_exchanging(self, fragments: Sequence[Fragment]) -> bool:
+        """Whether data of other ranks has yet to come. From any thread: it may be out of date at once."""
+        return not all(task.is_ready() for fragment in fragments for task in tuple(fragment.tasks))
+
+    def repeat(self, bucket: LocalBucket, tensors: Sequence[Tensor], step: State) -> None:
+        """See `membership.copying.Repeatable`."""
+        share = Share(step["keep"], sends_weights=step["sends_weights"])
+        repeat_round(bucket, self._codec.on_host(), self._outer, step["frames"], share, tensors)

@@ -14,10 +14,11 @@ import torch
 from faults.member_runs import Hub, Killed, Run
 from hypothesis import given
 from hypothesis import strategies as st
-from test_membership import Make, adam, delayed, net, parameters_of
+from test_membership import Make, adam, delayed, local, net, parameters_of
 from torch import Tensor, nn
 
 import onebit
+from onebit.comm import IdentityCodec
 from onebit.membership import Members, Rendezvous, Roster, begin, change, copying, end
 
 STEPS, ASKS, JOINS = 24, 10, 16
@@ -55,6 +56,15 @@ def muon(model: nn.Module, members: Members) -> onebit.OnebitMuon:
 
 def zero_one(model: nn.Module, members: Members) -> onebit.ZeroOneAdam:
     return onebit.ZeroOneAdam(model.parameters(), transport=members, var_freeze_step=8, **OPTIONS)
+
+
+def plain(model: nn.Module, members: Members) -> onebit.LocalSteps:
+    inner = torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return onebit.LocalSteps(inner, every=4, transport=members, bucket_cap_mb=0.001)
+
+
+def bf16_local(model: nn.Module, members: Members) -> onebit.LocalSteps:
+    return local(model.bfloat16(), members)
 
 
 class Joined:
@@ -112,10 +122,11 @@ class Joined:
         with ONE_AT_A_TIME:
             model = net()
         optimizer = self._make(model, members)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        inner = getattr(optimizer, "inner", optimizer)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.99)
         begin(optimizer, schedule=schedule)
         draw = torch.Generator().manual_seed(ord(name))
-        while (step := optimizer.progress()[0]) < STEPS:
+        while (step := max(optimizer.steps_taken(), optimizer.progress()[0])) < STEPS:
             if step == self._leaves.get(name):
                 raise Killed
             if step == ASKS and name != "n":
@@ -152,8 +163,36 @@ def equal(*runs: Joined) -> bool:
 
 @pytest.mark.parametrize(
     ("make", "most"),
-    [(adam, 0.12), (delayed, 0.12), (bf16, 0.12), (lamb, 0.12), (zero_one, 0.4), (muon, 0.4)],
-    ids=["adam", "delayed", "bf16", "lamb", "zero_one", "muon"],
+    [
+        (adam, 0.12),
+        (delayed, 0.12),
+        (bf16, 0.12),
+        (lamb, 0.12),
+        (zero_one, 0.4),
+        (muon, 0.4),
+        (plain, 0.12),
+        (local, 0.72),
+        (partial(local, outer_lr=0.7, outer_momentum=0.9, error_decay=0.9), 0.54),
+        (partial(local, outer_lr=0.7, outer_momentum=0.9, codec=IdentityCodec()), 0.54),
+        (partial(local, codec=IdentityCodec()), 0.72),
+        (partial(local, fragments=3, delay=2, outer_momentum=0.5), 0.54),
+        (bf16_local, 0.72),
+    ],
+    ids=[
+        "adam",
+        "delayed",
+        "bf16",
+        "lamb",
+        "zero_one",
+        "muon",
+        "local",
+        "local, AdamW",
+        "local, momentum",
+        "local, in full with momentum",
+        "local, in full",
+        "local, fragments with a delay",
+        "local, bf16",
+    ],
 )
 def test_a_run_is_that_of_a_copy_at_the_change(make: Make, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps have followed the copy. most: the share of the state that is sent at the change."""
@@ -199,9 +238,10 @@ def test_a_question_that_is_not_written_yet_is_answered(monkeypatch: pytest.Monk
     assert equal(run) and run.left[1] < 0.12 * run.left[0]
 
 
-def test_a_member_that_is_lost_meanwhile_leaves_the_copy_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [adam, plain], ids=["adam", "local"])
+def test_a_member_that_is_lost_meanwhile_leaves_the_copy_whole(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames have other rows from then on."""
-    run = Joined(adam, monkeypatch, leaves={"c": 13})
+    run = Joined(make, monkeypatch, leaves={"c": 13})
     assert equal(run) and set(run.params) == {"a", "b", "n"} and run.left[1] < 0.12 * run.left[0]
 
 
@@ -258,7 +298,8 @@ def test_a_member_that_has_left_gives_no_copy() -> None:
 
 @pytest.mark.parametrize("messages", [0, 1, 3])
 @pytest.mark.parametrize("who", ["giver", "newcomer"])
-def test_either_may_be_lost_amid_the_copy(who: str, messages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [adam, plain], ids=["adam", "local"])
+def test_either_may_be_lost_amid_the_copy(make: Make, who: str, messages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others go on. If the giver is lost, another one gives, or the state is sent at the change."""
     name = "send_state" if who == "giver" else "receive_state"
     done, count = getattr(copying, name), list[None]()
@@ -274,7 +315,7 @@ def test_either_may_be_lost_amid_the_copy(who: str, messages: int, monkeypatch: 
 
     def work(members: Members) -> Tensor:
         model = net()
-        optimizer = adam(model, members)
+        optimizer = make(model, members)
         begin(optimizer)
         draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
         while (step := optimizer.steps_taken()) < 40:
