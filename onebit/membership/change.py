@@ -160,7 +160,8 @@ def begin(optimizer: Changing, **travels: Travels) -> None:
     try:
         rendezvous = members.rendezvous
         if isinstance(optimizer, Repeatable) and isinstance(rendezvous, Rendezvous):
-            members.copy = copy_state(optimizer, members, rendezvous, _lines(optimizer, members))
+            members.copies = lambda: copy_state(optimizer, members, rendezvous, _lines(optimizer, members))
+            members.copy_state()
             giver = members.giver = Giver(optimizer, members, lambda: _lines(optimizer, members))
             rendezvous.gives(giver)
         change(optimizer, members, None)
@@ -262,10 +263,10 @@ def _enter_next(
     data, seconds = ([], 0.0) if sampler is None else (sampler.leave_world(), sampler.tell())
     progress, is_new = list(optimizer.progress()), members.roster is None
     steps = max(optimizer.steps_taken(), progress[0])  # a step under way has had its samples
-    copied = members.copy is not None
     while True:
         try:
             members.enter_next(why, lets_in=lets_in)
+            copied = members.copy is not None
             standing = _exchange(members, Standing(steps, progress, members.has_state, is_new, data, seconds, copied))
             theirs = _bring_together(optimizer, members, standing, own)
             assert members.roster is not None

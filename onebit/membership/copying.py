@@ -7,6 +7,8 @@
     3. The newcomer applies them to its copy. Once it has everything, it comes to the rendezvous.
     4. At the change it tells the digests of the tensors in its copy. The member that sends the state leaves those out.
 
+So does a member that was away, once it finds that the others have gone on without it.
+
 The other members take no part before 3, and nothing that they do depends on the copy. What differs at the change is
 sent then, whatever the reason, so the copy decides how long a change takes, and not what a newcomer gets.
 

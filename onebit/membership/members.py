@@ -110,7 +110,8 @@ class Members(Transport):
         travels: Other objects whose state a newcomer gets, by name.
         sampler: The one among them that divides the data; None if there is none.
         giver: Gives newcomers a copy of the state before they come in; None if steps cannot be repeated.
-        copy: What this newcomer has copied before it came in; None if nothing, or later.
+        copies: Copies the state, as far as that goes, before this member comes in. Default: does nothing.
+        copy: What it has copied so; None if nothing, or later.
         met_at: The members of the last change, and how far this one was.
         idle_changes: Number of changes since then with the same members and no step.
     """
@@ -125,6 +126,7 @@ class Members(Transport):
         self.travels: Mapping[str, Travels] = {}
         self.sampler: DividesData | None = None
         self.giver: GivesCopies | None = None
+        self.copies: Callable[[], HoldsCopy | None] = lambda: None
         self.copy: HoldsCopy | None = None
         self.met_at: object = None
         self.idle_changes = 0
@@ -153,7 +155,7 @@ class Members(Transport):
             self._sent_before, self._sent_before_inter_node = self.sent_bytes, self.sent_bytes_inter_node
             self._now.abandon("" if why is None else "another member was lost")
         self._now = SimTransport()
-        self.roster = roster = self.rendezvous.meet(last, missed, lets_in=lets_in)
+        self.roster = roster = self.rendezvous.meet(last, missed, lets_in=lets_in, when_left=self.copy_state)
         if self.giver is not None:
             self.giver.enter(roster)
         if last is not None and roster.epoch != last.epoch + 1:
@@ -163,6 +165,10 @@ class Members(Transport):
         if last is not None:
             gone, come = set(last.names) - set(roster.names), set(roster.names) - set(last.names)
             self.lost, self.joined = self.lost + len(gone), self.joined + len(come)
+
+    def copy_state(self) -> None:
+        """Copy the run's state before this member comes in, while the others train."""
+        self.copy = self.copies()
 
     def connect_pair(self, pair: Roster) -> Transport:
         """The connection between a member and a newcomer. Both call it; from any thread.

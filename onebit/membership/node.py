@@ -191,7 +191,14 @@ class NodeRendezvous:
         self.is_awaited = threading.Event() if first is None else first.is_awaited
         self.is_over = threading.Event() if first is None else first.is_over
 
-    def meet(self, last: Roster | None, missed: Collection[str] = (), *, lets_in: bool = True) -> Roster:
+    def meet(
+        self,
+        last: Roster | None,
+        missed: Collection[str] = (),
+        *,
+        lets_in: bool = True,
+        when_left: Callable[[], None] = lambda: None,  # not called: nodes copy nothing
+    ) -> Roster:
         all_missed = self._node.leave(missed)
 
         def met(first: Rendezvous) -> list[Any]:

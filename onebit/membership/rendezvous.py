@@ -148,7 +148,14 @@ class Rendezvous:
         self._thread.start()
         atexit.register(self.leave)
 
-    def meet(self, last: Roster | None, missed: Collection[str] = (), *, lets_in: bool = True) -> Roster:
+    def meet(
+        self,
+        last: Roster | None,
+        missed: Collection[str] = (),
+        *,
+        lets_in: bool = True,
+        when_left: Callable[[], None] = lambda: None,
+    ) -> Roster:
         """Wait for the next epoch, and be in it.
 
         Args:
@@ -156,6 +163,7 @@ class Rendezvous:
             missed: Members of that epoch to which a connection has broken, or which were silent. Default ().
             lets_in: Whether newcomers may come in with this epoch, if this member closes it. Default True. False: they
                 count for `min_members`, and come in with a later one.
+            when_left: Called once if the others have gone on without this member, before it comes to them again.
 
         Returns:
             The roster of the new epoch.
@@ -174,6 +182,10 @@ class Rendezvous:
                     self.is_over.clear()
                 return roster
             before, missed = roster, ()  # this epoch was closed without this member: try the one after
+            if last is not None:
+                last = None
+                when_left()
+                deadline = time.monotonic() + self.patience.wait_s
 
     def gives(self, giver: Gives) -> None:
         """Let this one answer newcomers, if this member is the first. It is not kept alive."""

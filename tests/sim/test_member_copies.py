@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import onebit
 from onebit.comm import IdentityCodec
-from onebit.membership import Members, Rendezvous, Roster, begin, change, copying, end
+from onebit.membership import Members, MembershipError, Rendezvous, Roster, begin, change, copying, end
 
-STEPS, ASKS, JOINS = 24, 10, 16
-"""Of a run; the newcomer copies before step ASKS + 1, and comes in with step JOINS + 2."""
+STEPS, CUT, ASKS, JOINS = 24, 6, 10, 16
+"""Of a run; the newcomer copies before step ASKS + 1, and comes in with step JOINS + 2. CUT: who comes back leaves."""
 
 ONE_AT_A_TIME = threading.Lock()  # of random weights, as the generator is the process's
 
@@ -67,8 +67,19 @@ def bf16_local(model: nn.Module, members: Members) -> onebit.LocalSteps:
     return local(model.bfloat16(), members)
 
 
+def cut_off(members: Members, until: threading.Event) -> None:
+    """This member reaches neither the others nor the store, and then does again."""
+    members._now.network.leave(members.rank)
+    beats, away = members.rendezvous._beats, Mock(add=Mock(side_effect=MembershipError("cut off")))
+    members.rendezvous._beats = away
+    assert until.wait(30)
+    members.rendezvous._beats = beats
+
+
 class Joined:
     """A run with a newcomer, "n", that asks for a copy before step ASKS + 1. The founders wait for it to have all.
+
+    is_back: the newcomer is the founder "n", which is cut off after step CUT, and comes back.
 
     Attributes:
         params: By name, the parameters after the last step.
@@ -84,9 +95,10 @@ class Joined:
         copies: bool = True,
         joins: int = JOINS,
         leaves: dict[str, int] | None = None,
+        is_back: bool = False,
     ):
         self.left, self._joins = [0, 0], joins
-        self._make, self._leaves, self._founders = make, leaves or {}, 2 + len(leaves or {})
+        self._make, self._leaves, self._founders = make, leaves or {}, 2 + len(leaves or {}) + is_back
         self._hub = Hub(self._founders)
         self._is_copied, self.may_come = threading.Event(), threading.Event()
         copy_state = copying.copy_state
@@ -97,7 +109,7 @@ class Joined:
             return found
 
         def copied(optimizer: Any, members: Members, *rest: Any) -> Any:
-            if members.rendezvous.name != "n":
+            if members.rendezvous.name != "n" or (is_back and members.roster is None):
                 return None
             try:
                 found = copy_state(optimizer, members, *rest) if copies else None
@@ -109,12 +121,13 @@ class Joined:
         monkeypatch.setattr(change, "copy_state", copied)
         monkeypatch.setattr(change, "without", less)
         run = Run(self._hub, self._work)
-        for rank, name in enumerate("abcd"[: self._founders]):
+        for rank, name in enumerate("abn" if is_back else "abcd"[: self._founders]):
             run.start(name)  # in this order: which residuals a rank has depends on it
             while self._hub.store.add("here/1", 0) == rank:
                 time.sleep(0.002)
         assert self._hub.holds.wait(30)
-        run.start("n")
+        if not is_back:
+            run.start("n")
         self.params, self.errors = run.join().results, run.errors
 
     def _work(self, members: Members) -> Tensor:
@@ -129,6 +142,8 @@ class Joined:
         while (step := max(optimizer.steps_taken(), optimizer.progress()[0])) < STEPS:
             if step == self._leaves.get(name):
                 raise Killed
+            if step == CUT and name == "n":
+                cut_off(members, self._hub.holds)
             if step == ASKS and name != "n":
                 self._hub.holds.set()
                 assert self._is_copied.wait(20)
@@ -238,6 +253,16 @@ def test_a_question_that_is_not_written_yet_is_answered(monkeypatch: pytest.Monk
     assert equal(run) and run.left[1] < 0.12 * run.left[0]
 
 
+@pytest.mark.parametrize("make", [adam, plain, delayed], ids=["adam", "local", "delayed"])
+def test_a_member_that_comes_back_copies_as_a_newcomer(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        early = Joined(make, patch, is_back=True)
+    with monkeypatch.context() as patch:
+        late = Joined(make, patch, is_back=True, copies=False)
+    assert equal(early, late) and len(early.params) == len(late.params) == 3
+    assert late.left == [0, 0] and 0 < early.left[1] < 0.12 * early.left[0]
+
+
 @pytest.mark.parametrize("make", [adam, plain], ids=["adam", "local"])
 def test_a_member_that_is_lost_meanwhile_leaves_the_copy_whole(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames have other rows from then on."""
@@ -297,11 +322,12 @@ def test_a_member_that_has_left_gives_no_copy() -> None:
 
 
 @pytest.mark.parametrize("messages", [0, 1, 3])
-@pytest.mark.parametrize("who", ["giver", "newcomer"])
+@pytest.mark.parametrize("who", ["giver", "newcomer", "giver to one that is back", "one that is back"])
 @pytest.mark.parametrize("make", [adam, plain], ids=["adam", "local"])
 def test_either_may_be_lost_amid_the_copy(make: Make, who: str, messages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others go on. If the giver is lost, another one gives, or the state is sent at the change."""
-    name = "send_state" if who == "giver" else "receive_state"
+    is_giver, is_back = who.startswith("giver"), who.endswith("back")
+    name = "send_state" if is_giver else "receive_state"
     done, count = getattr(copying, name), list[None]()
 
     def dies(link: Any, *rest: Any) -> Any:
@@ -311,7 +337,7 @@ def test_either_may_be_lost_amid_the_copy(make: Make, who: str, messages: int, m
         return done(link, *rest)
 
     monkeypatch.setattr(copying, name, dies)
-    hub = Hub(3)
+    hub = Hub(3 + is_back)
 
     def work(members: Members) -> Tensor:
         model = net()
@@ -319,10 +345,12 @@ def test_either_may_be_lost_amid_the_copy(make: Make, who: str, messages: int, m
         begin(optimizer)
         draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
         while (step := optimizer.steps_taken()) < 40:
+            if step == CUT and is_back and members.rendezvous.name == "n":
+                cut_off(members, hub.holds)
             while step == 8 and len(count) <= messages and members.rendezvous.name != "n":
                 hub.holds.set()
                 time.sleep(0.002)
-            while step == 30 and who == "newcomer" and members.rank == 0 and not (run.errors or members.is_awaited()):
+            while step == 30 and not is_giver and members.rank == 0 and not (run.errors or members.is_awaited()):
                 time.sleep(0.002)  # it dies at the change, if it has not yet
             x = torch.randn(8, 12, generator=draw)
             (model(x) - x).square().mean().backward()
@@ -334,13 +362,14 @@ def test_either_may_be_lost_amid_the_copy(make: Make, who: str, messages: int, m
         return parameters_of(model)
 
     run = Run(hub, work)
-    for each in "abc":
+    for each in "abcn"[: hub.founders]:
         run.start(each)
     assert hub.holds.wait(30)
-    run.start("n")
+    if not is_back:
+        run.start("n")
     run.join()
     died = [each for each, error in run.errors.items() if isinstance(error, Killed)]
-    assert len(died) == 1 and (died == ["n"]) == (who == "newcomer")
+    assert len(died) == 1 and (died == ["n"]) != is_giver
     first, *others = run.results.values()
     assert len(others) >= 1 and all(torch.equal(first, params) for params in others)
 

@@ -109,6 +109,9 @@ class Data:
             batches.close()
             loader._iterator = None
 
+    def _is_back(self, members: Members, hub: Hub) -> bool:
+        return members.world_size == hub.founders or members.is_awaited()
+
     def _steps(
         self, members: Members, hub: Hub, optimizer: onebit.OnebitAdam, sampler: MemberSampler, batches: Iterator[Any]
     ) -> dict[int, Tensor]:
@@ -116,8 +119,8 @@ class Data:
         while (step := optimizer.steps_taken()) < self.leaves.get(name, self.steps):
             if self.newcomers and step == 8:
                 await_newcomers(members, hub, self.newcomers)
-            while self.stops and name not in self.stops and step == 14 and hub.store.add("here/3", 0) == 0:
-                time.sleep(0.005)  # the one that was stopped comes back
+            while self.stops and step == 20 and members.rank == 0 and not self._is_back(members, hub):
+                time.sleep(0.005)
             for batch in sampler.step_batches(batches):
                 (p[batch].sum() / self.micro_batches).backward()
                 CLOCK.now += 1.0 / dict(zip("abcdefgh", map(float, self.speeds), strict=False)).get(name, 1.0)
