@@ -66,7 +66,7 @@ class AdamRule(Rule):
     adam_names: ClassVar = {"exp_avg_update": "exp_avg"}
     of_parameters: ClassVar[tuple[str, ...]] = ("live_blocks", "births", "remainders")
     can_be_delayed: ClassVar[bool] = True
-    at_rest: ClassVar[tuple[str, ...]] = ("denominator",)
+    common: ClassVar[tuple[str, ...]] = ("denominator",)
 
     def __init__(
         self,

@@ -755,7 +755,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def common(self, index: int) -> tuple[list[Tensor], Tensor | None]:
         """See `membership.copying.Repeatable`."""
         bucket = self.buckets[index]
-        flats = [flat for name, flat in bucket.flat.items() if name in self.rule.at_rest]
+        flats = [bucket.flat[name] for name in self.rule.common if name in bucket.flat]
         return [*bucket.local_values, *(view for flat in flats for view in bucket.layout.views(flat))], bucket.frames
 
     def repeat(self, index: int, tensors: Sequence[Tensor], step: State) -> None:

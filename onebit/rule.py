@@ -115,7 +115,8 @@ class Rule(BucketRule[Bucket]):
         adam_names: torch.optim's names for state that has another name here.
         of_parameters: Entries of `record` that concern single parameters.
         can_be_delayed: Whether the frames that were sent are all there is to a step under way.
-        at_rest: Names of the flat state that steps in one bit do not change.
+        common: Names of the flat state that a newcomer copies: what `Replicated.take` overwrites, then what steps in
+            one bit do not change.
         placement: Exchanges buckets.
         buckets: All buckets.
         policy: Decides whether to compress.
@@ -126,7 +127,7 @@ class Rule(BucketRule[Bucket]):
     adam_names: ClassVar[Mapping[str, str]] = {}
     of_parameters: ClassVar[tuple[str, ...]] = ()
     can_be_delayed: ClassVar[bool] = False
-    at_rest: ClassVar[tuple[str, ...]] = ()
+    common: ClassVar[tuple[str, ...]] = ()
 
     placement: Replicated
     buckets: Buckets[Bucket]

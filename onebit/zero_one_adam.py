@@ -38,7 +38,7 @@ class ZeroOneRule(Rule):
     """0/1 Adam's steps, of a kind that `VarianceUpdates` and `Synchronisations` choose. Mathematics: `ZeroOneAdam`."""
 
     kind = "0/1 Adam"
-    at_rest: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
+    common: ClassVar[tuple[str, ...]] = ("exp_avg_update", "exp_avg_sq")
     adam_names: ClassVar = {"exp_avg_update": "exp_avg"}  # m/D has another name: torch's AdamW would take it for m
     of_parameters = ("parameters", "waiting")
 
@@ -260,7 +260,7 @@ class ZeroOneRule(Rule):
         bucket.ef.commit()
         weight = self._accumulated_weight[g] + self._weights[g]
         if weight > 0.0:
-            self.codec.decode(self.placement.frames(bucket), bucket.rows(m), weight=1.0 / weight)
+            self.placement.take(bucket, self.placement.frames(bucket), m, 1.0 / weight)
         self.mask_state(bucket)
 
     def _variance(self, bucket: Bucket, total: float | None = None) -> Variance:

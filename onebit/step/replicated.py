@@ -368,14 +368,41 @@ class Replicated:
         moving = zip(bucket.local_values, decision.of(bucket), strict=True)
         params = [p if is_seen else None for p, is_seen in moving]
         how = {"moves": list(decision.of(bucket)), "weight": weight_K, "keep": keep_K}
-        with nullcontext() if self.journal is None else self.journal.applying(bucket.index, frames_WB, how):
+        with self._noting(bucket, frames_WB, how):
             update = ParamUpdate(params, bucket.layout.segments, weight_K, keep_K)
             self.codec.apply(frames_WB, bucket.layout.chunk, update)
 
+    def take(self, bucket: Bucket, frames_WB: Tensor, flat: Tensor, weight: float) -> None:
+        """flat ← weight·value.
+
+        Args:
+            bucket: The bucket.
+            frames_WB: Frames that contain the values, uint8 [W, B].
+            flat: The state that follows the parameters in `Rule.common`, float32 [W·N]. Overwritten.
+            weight: Weight of the values.
+        """
+        with self._noting(bucket, frames_WB, {"taken": weight}):
+            self.codec.decode(frames_WB, bucket.rows(flat), weight=weight)
+
+    def _noting(self, bucket: Bucket, frames_WB: Tensor, how: State) -> AbstractContextManager[None]:
+        journal = self.journal  # another thread may set it to None
+        return nullcontext() if journal is None else journal.applying(bucket.index, frames_WB, how)
+
     def repeat(self, bucket: Bucket, tensors: Sequence[Tensor], step: State) -> None:
-        """See `membership.copying.Repeatable`. The bucket is read for its shapes alone; parameters are first."""
-        codec, frames_WB = self.codec.on_host(), step["frames"]
+        """Do to copies, on the host, what `apply` or `take` has done. See `membership.copying.Repeatable`.
+
+        Args:
+            bucket: The bucket, read for its shapes alone.
+            tensors: First those of the parameters, then those that `take` overwrites, if it does.
+            step: What the journal has noted.
+        """
+        codec, frames_WB, K = self.codec.on_host(), step["frames"], len(bucket.params)
         layout = lay_out(bucket.layout.shapes, codec.block, len(frames_WB))
+        if "taken" in step:
+            values_WN = torch.empty(len(frames_WB), layout.chunk, device="cpu", dtype=torch.float32)
+            codec.decode(frames_WB, values_WN, weight=step["taken"])
+            torch._foreach_copy_(list(tensors[K : 2 * K]), layout.views(values_WN.view(-1)))
+            return
         params = [x if moves else None for x, moves in zip(tensors, step["moves"], strict=False)]
         codec.apply(frames_WB, layout.chunk, ParamUpdate(params, layout.segments, step["weight"], step["keep"]))
 
@@ -410,5 +437,5 @@ class Replicated:
         if moved:
             params, views = zip(*moved, strict=True)
             torch._foreach_sub_(params, views)
-        if self.journal is not None:
-            self.journal.spoil(bucket.index)
+        if (journal := self.journal) is not None:
+            journal.spoil(bucket.index)

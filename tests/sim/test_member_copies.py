@@ -183,7 +183,7 @@ def equal(*runs: Joined) -> bool:
         (delayed, 0.12),
         (bf16, 0.12),
         (lamb, 0.12),
-        (zero_one, 0.4),
+        (zero_one, 0.12),
         (muon, 0.4),
         (plain, 0.12),
         (local, 0.72),
