@@ -184,8 +184,10 @@ class Rendezvous:
             before, missed = roster, ()  # this epoch was closed without this member: try the one after
             if last is not None:
                 last = None
+                with self._lock:
+                    self._now = Roster(0, ())
                 when_left()
-                deadline = time.monotonic() + self.patience.wait_s
+                before, deadline = self._newest() or roster, time.monotonic() + self.patience.wait_s
 
     def gives(self, giver: Gives) -> None:
         """Let this one answer newcomers, if this member is the first. It is not kept alive."""

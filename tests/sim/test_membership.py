@@ -1390,6 +1390,39 @@ def test_a_lone_founder_waits_for_a_run_that_the_rendezvous_had_forgotten(epochs
             a.leave(), b.leave(), n.leave()
 
 
+def test_a_member_that_was_left_is_in_no_epoch_until_it_is_back() -> None:
+    """Else it would tell a rendezvous that comes back empty of an epoch that is over. It finds the run there."""
+    hub, away = Hub(2), Mock(add=Mock(side_effect=MembershipError("cut off")))
+    a, b = (hub.members(name, [INF]).rendezvous for name in "ab")
+
+    def forget() -> None:
+        hub.store = HashStore()
+        first._store._store = first._beats._store = second._store._store = hub.store
+        time.sleep(0.3)  # as long as several looks
+        assert not hub.store.check(["newest"])
+        second._beats = beats
+        while not hub.store.check(["newest"]):
+            time.sleep(0.01)
+
+    with ThreadPoolExecutor() as pool:
+        roster, _ = pool.map(lambda one: one.meet(None), (a, b))
+        first, second = (a, b) if roster.names[0] == "a" else (b, a)
+        first.begin(), second.begin()
+        here, first._beats = first._beats, away
+        alone = second.meet(roster, {first.name})
+        first._beats, beats, second._beats = here, second._beats, away
+        beats._store = None  # it connects anew, to the other store
+        found = pool.submit(first.meet, roster, when_left=forget)
+        try:
+            deadline = time.monotonic() + 10
+            while hub.store.add("here/3", 0) == 0 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert second.meet(alone) == found.result(10) == Roster(3, (second.name, first.name))
+        finally:
+            hub.store.set("ended", "yes")
+            a.leave(), b.leave()
+
+
 def test_a_newcomer_that_asks_for_a_copy_asks_again_if_the_rendezvous_comes_back_empty() -> None:
     """Its question is gone, and the numbers of questions begin anew."""
     hub, giver = Hub(1), Mock()
