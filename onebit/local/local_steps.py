@@ -471,12 +471,12 @@ class LocalSteps(Wrapped):
             )
         if self._lost is not None:
             self._change(self._lost)
-        elif self._members.is_over():  # others have lost a member in the last round, and wait
-            self._change(PeerError("another member has ended the epoch"))
         elif self._newcomers_are_due():
             self._land_all()  # or what is under way would be forgotten; a loss in it ends in a change, too
             if self._newcomers_are_due():
                 self._change(None)
+        elif self._members.is_over():  # others have lost a member in the last round, and wait
+            self._change(PeerError("another member has ended the epoch"))
 
     def _newcomers_are_due(self) -> bool:
         """Whether newcomers are to be let in before this step: all have agreed, or a loss has left too few members."""

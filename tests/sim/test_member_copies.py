@@ -322,8 +322,17 @@ def test_a_member_that_has_left_gives_no_copy() -> None:
 
 
 @pytest.mark.parametrize("messages", [0, 1, 3])
-@pytest.mark.parametrize("who", ["giver", "newcomer", "giver to one that is back", "one that is back"])
-@pytest.mark.parametrize("make", [adam, plain], ids=["adam", "local"])
+@pytest.mark.parametrize(
+    ("make", "who"),
+    [
+        (adam, "giver"),
+        (adam, "newcomer"),
+        (plain, "giver"),
+        (plain, "newcomer"),
+        (plain, "giver to one that is back"),
+        (adam, "one that is back"),
+    ],
+)
 def test_either_may_be_lost_amid_the_copy(make: Make, who: str, messages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others go on. If the giver is lost, another one gives, or the state is sent at the change."""
     is_giver, is_back = who.startswith("giver"), who.endswith("back")

@@ -540,15 +540,39 @@ def test_a_member_may_be_lost_while_the_network_is_measured(fuse: float, monkeyp
     assert steps == others == 12 and torch.equal(first, second)
 
 
-@pytest.mark.parametrize("fuse", [96.5, 104, 110, 116, 125, 137, 138.5])
-@pytest.mark.parametrize("least", [1, 3])
-@pytest.mark.parametrize("make", [partial(local, fragments=2, delay=2), delayed], ids=["local", "adam"])
+def test_a_slower_member_lets_newcomers_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds that another has ended the epoch, which is no loss: all had agreed."""
+    hub, close = Hub(2), Rendezvous._close
+    monkeypatch.setattr(Rendezvous, "_close", lambda its, *rest: None if its.name == "a" else close(its, *rest))
+
+    def work(members: Members) -> tuple[int, Tensor]:
+        def before_step(optimizer: onebit.LocalSteps) -> None:
+            if optimizer.steps_taken() == 7:
+                await_newcomers(members, hub, 1)
+            while optimizer.steps_taken() == 8 and members.rendezvous.name == "b" and not members.is_over():
+                time.sleep(0.001)
+
+        model, optimizer = trained(members, 16, local, before_step)
+        optimizer.sync()
+        end(optimizer)
+        return members.world_size, parameters_of(model)
+
+    (size, first), *others = founded(hub, work, [INF, INF]).joined_by("n").results.values()
+    assert max(hub.networks) == 2 and size == 3 and all(torch.equal(first, params) for _, params in others)
+
+
+@pytest.mark.parametrize("fuse", [96.5, 104, 110, 116, 125, 137])
+@pytest.mark.parametrize(
+    ("make", "least"),
+    [(partial(local, fragments=2, delay=2), 1), (partial(local, fragments=2, delay=2), 3), (delayed, 1)],
+    ids=["local", "local, too few", "adam"],
+)
 def test_a_newcomer_may_come_as_a_member_is_lost(
     make: Make, least: int, fuse: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Members notice the loss in other calls, some of them in sync(), and the newcomer's first call is step().
 
-    least: with 3, those that are left need the newcomer.
+    least: with 3, those that are left are too few without it.
     """
     hub, die = Hub(3, min_members=least), MortalTransport.die
 
