@@ -13,7 +13,8 @@ The other members take no part before 3, and nothing that they do depends on the
 sent then, whatever the reason, so the copy decides how long a change takes, and not what a newcomer gets.
 
 The first member holds a copy of one bucket, and frames that are not sent yet, at most as many bytes as the parameters
-have. It sends in the pauses of the steps' own exchanges. If steps make frames faster than that, it gives the copy up.
+have, or as two steps. It sends in the pauses of the steps' own exchanges. If steps make frames faster than that, it
+gives the copy up.
 """
 
 from __future__ import annotations
@@ -355,7 +356,8 @@ class _Giving:
             self._frames[index] = step["frames"] = frames_WB.to("cpu", copy=True)
             self._log_bytes += frames_WB.nbytes
         self._log.append(step)
-        if self._log_bytes > self._most_bytes:
+        rounds = 2 * sum(frames.nbytes for frames in self._frames.values())  # each comes in one burst
+        if self._log_bytes > max(self._most_bytes, rounds):
             self._give_up(f"steps make frames faster than they can be sent, and {self._log_bytes >> 20} MiB wait")
         self.changed.notify_all()
 

@@ -98,7 +98,7 @@ class Rendezvous:
         name: Name of this member, which no other has; a process that starts again takes another.
         token: A secret of the run, the same on all members. Default "".
         founders: Number of members for which the first epoch waits, the same on all. Default 1.
-        min_members: Least number of members of an epoch, the same on all. Default 1.
+        min_members: Least number of members, the same on all; newcomers that wait count. Default 1.
         patience: How long to wait. Default: `Patience()`.
         ranks: Number of ranks of a member, the same on all. Default 1.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -29,7 +28,10 @@ def outside_graphs(function: F) -> F:
 
 
 def _without_import(method: F) -> F:
-    return outside_graphs(cast("F", inspect.unwrap(method)))
+    """A method without torch's own wrapper; one that something else has wrapped stays."""
+    code, inner = getattr(method, "__code__", None), getattr(method, "__wrapped__", None)
+    is_torchs = code is not None and code.co_filename == torch._compile.__file__
+    return outside_graphs(cast("F", inner)) if is_torchs else method
 
 
 class Optimizer(torch.optim.Optimizer):

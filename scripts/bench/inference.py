@@ -203,12 +203,12 @@ def worker(args: argparse.Namespace) -> dict | None:
             found["one_s"][way] = tokens_s(sides, 24, args.repeats)[way]
             found["all_s"][way] = statistics.median(running_s(engine, 24) for _ in range(args.repeats + 1))
         if way != "alone":
-            before, wire = engine.ranks.sent_bytes, sent_on_wire() or 0
-            our_tokens(engine, prompt, 33)
-            after = engine.ranks.sent_bytes
-            our_tokens(engine, prompt, 1)
-            sent = (after - before - (engine.ranks.sent_bytes - after)) / 32, ((sent_on_wire() or 0) - wire) / 33
-            most = gather_tensors(transport, torch.tensor(sent, dtype=torch.float64)).amax(0)
+            sent = [(engine.ranks.sent_bytes, sent_on_wire() or 0)]
+            for new in (33, 1):
+                our_tokens(engine, prompt, new)
+                sent.append((engine.ranks.sent_bytes, sent_on_wire() or 0))
+            whole, short = torch.tensor(sent, dtype=torch.float64).diff(dim=0)
+            most = gather_tensors(transport, (whole - short) / 32).amax(0)  # without the prompt
             found["sent"][way], found["wire"][way] = most.tolist()
         transport.broadcast(torch.zeros(1), 0).wait()
     found["sum_s"] = sum_s(transport, SHAPES[size].width)

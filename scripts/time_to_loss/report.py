@@ -140,10 +140,15 @@ def report(found: Sequence[Found], timed: Sequence[Timed], control: Sequence[Tim
         f"{', '.join(map(str, sorted({r.seed for r in runs})))}, each at the best of the rates "
         f"{', '.join(f'{lr:g}' for lr in sorted({r.lr for r in runs}))}. Seconds: {first.hosts} emulated hosts, "
         f"{first.params / 1e6:g} M parameters, {first.compute_s:g} s of computing by sleeping, steps timed by "
-        f"phase. A run's seconds are those of its steps. Those of Muon are without its Newton-Schulz iterations, "
-        f"30 n operations per parameter of matrices n wide: a twentieth of what the model computes, 6 per parameter "
-        f"and token, at n = 1,024 and 100,000 tokens per rank and step. Revision {revision()}.\n"
+        f"phase. A run's seconds are those of its steps. Revision {revision()}.\n"
     )
+    own = {one.way for one in timed}
+    if any("Muon" in run.way and run.way not in own and WAYS[run.way].time_of for run in runs):
+        yield (
+            "Seconds of Muon are those of the same traffic with AdamW, without Newton-Schulz iterations: 30 n "
+            "operations per parameter of matrices n wide, a twentieth of what the model computes (6 per parameter and "
+            "token) at n = 1,024 and 100,000 tokens per rank and step.\n"
+        )
     for network, lines in by_network.items():
         yield from _table(network, lines, {t.way: t for t in everyones(timed) if t.rate == network})
     for steps in WHOLE_STEPS:

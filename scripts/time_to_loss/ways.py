@@ -51,8 +51,8 @@ class Way:
     such cycles come first, and steps with and without a round are told apart by the two lengths; 0: none. run: so
     many of these are timed together, as the traffic of each travels under the next. full_steps: timed ones in the
     phase "warmup", where the optimizer has no phases of its own. loss_of, time_of: the way whose loss, or whose
-    seconds, this one has too; seconds where it was not timed itself. Those of Muon have none of its own arithmetic
-    then. is_alone: it trains on one rank's batches. is_deepspeeds: its ranks are processes of DeepSpeed's
+    seconds, this one has too; seconds where it was not timed itself. A way of Muon then lacks its Newton-Schulz
+    iterations. is_alone: it trains on one rank's batches. is_deepspeeds: its ranks are processes of DeepSpeed's
     environment. groups(model): the parameter groups that `make` is given.
     """
 
@@ -335,7 +335,7 @@ WAYS = {
             for text, outer in (("1 and 0", (1.0, 0.0)), (".7 and .6", (0.7, 0.6)))
             for every in (8, 32, 128)
         ),
-        # As MuLoCo (arXiv 2505.23725).
+        # As MuLoCo (arXiv 2505.23725) in DiLoCo's traffic; its own two bits with error feedback are not among the ways.
         *(_local("DiLoCo int8", every, Int8Codec(), (0.7, 0.6), inner=onebit.Muon) for every in (8, 32)),
         _ours("OnebitAdam", onebit.OnebitAdam, _ADAM),
         _ours("OnebitAdam, clipped", onebit.OnebitAdam, _ADAM, {"max_grad_norm": 1e-3}, max_grad_norm=1.0),

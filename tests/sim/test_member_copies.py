@@ -58,9 +58,9 @@ def zero_one(model: nn.Module, members: Members) -> onebit.ZeroOneAdam:
     return onebit.ZeroOneAdam(model.parameters(), transport=members, var_freeze_step=8, **OPTIONS)
 
 
-def plain(model: nn.Module, members: Members) -> onebit.LocalSteps:
+def plain(model: nn.Module, members: Members, **options: Any) -> onebit.LocalSteps:
     inner = torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=0.1)
-    return onebit.LocalSteps(inner, every=4, transport=members, bucket_cap_mb=0.001)
+    return onebit.LocalSteps(inner, every=4, transport=members, bucket_cap_mb=0.001, **options)
 
 
 def bf16_local(model: nn.Module, members: Members) -> onebit.LocalSteps:
@@ -268,6 +268,13 @@ def test_a_member_that_is_lost_meanwhile_leaves_the_copy_whole(make: Make, monke
     """Frames have other rows from then on."""
     run = Joined(make, monkeypatch, leaves={"c": 13})
     assert equal(run) and set(run.params) == {"a", "b", "n"} and run.left[1] < 0.12 * run.left[0]
+
+
+def test_a_round_in_full_fits_into_the_frames_that_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as large as the parameters, and comes at once; the bound of a small model would hide it."""
+    monkeypatch.setattr(copying, "LEAST_LOG_BYTES", 0)
+    run = Joined(partial(plain, codec=IdentityCodec()), monkeypatch)
+    assert equal(run) and run.left[1] < 0.12 * run.left[0]
 
 
 def test_frames_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -147,7 +147,7 @@ def _matrix_of(module: nn.Module) -> Tensor | Packed:
 
 
 def _part(matrix: Tensor | Packed, rows: Tensor, columns: range) -> Tensor | Packed:
-    """A copy of these rows and columns, packed if the matrix is; nothing, if there are no columns, is in floats."""
+    """A copy of these rows and columns, packed if the matrix is. An empty part is a tensor."""
     if isinstance(matrix, Tensor):
         return matrix[rows, columns.start : columns.stop].contiguous()
     return matrix.part(rows, columns) if columns else matrix.of_products.new_empty(len(rows), 0)
