@@ -33,6 +33,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "sharded": {"label": "sharded across nodes", "color": "#009e73", **_OURS},
     "local": {"label": "local steps in one bit", "color": "#882255", **_OURS},
     "DDP": {"label": "DDP, float32 or bfloat16", "color": "#000000", **_OTHERS},
+    "Muon, DDP": {"label": "Muon under DDP, bfloat16", "color": "#999933", **_OTHERS},
     "PowerSGD": {"color": "#888888", **_OTHERS},
     "DeMo": {"color": "#cc79a7", **_OTHERS},
     "DiLoCo": {"color": "#e69f00", **_OTHERS},
