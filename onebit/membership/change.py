@@ -279,9 +279,9 @@ def _enter_next(
     if theirs is None or theirs["optimizer"] is None:
         optimizer.enter_world(own)
     else:
+        optimizer.take_over(theirs["optimizer"], own if members.has_state else None)
         if members.giver is not None:
             members.giver.forget()
-        optimizer.take_over(theirs["optimizer"], own if members.has_state else None)
     if theirs is not None and not members.has_state:
         for name, its in members.travels.items():
             its.load_state_dict(theirs["travels"][name])

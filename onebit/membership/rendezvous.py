@@ -389,13 +389,15 @@ class Rendezvous:
 
     def _publish_again(self, now: Roster) -> None:
         """Write the members into a store that has come back empty, before a newcomer takes it for a new run's."""
-        if not self._beats.check(["newest"]):
-            key = f"roster/{now.epoch}"
+        key = f"roster/{now.epoch}"
+        if not self._beats.check(["newest", key]):
             self._beats.set("ranks", self._signed("ranks", {"ranks": self._ranks}))
             if self._in_run:  # else it may be the first epoch, whose roster has no number yet
                 self._beats.set("begun", "yes")
             self._beats.set(key, self._signed(key, {"epoch": now.epoch, "names": list(now.names)}))
-            self._beats.set("newest", self._signed("newest", {"epoch": str(now.epoch)}))
+            # One that was cut off may tell of an epoch that is over, and be the first or the last to do so.
+            if not self._beats.check(["newest"]) or int(self._read("newest", self._beats)["epoch"]) < now.epoch:
+                self._beats.set("newest", self._signed("newest", {"epoch": str(now.epoch)}))
             self._published.clear()
             self._asked, self._to_answer = 0, []
 

@@ -1390,6 +1390,36 @@ def test_a_newcomer_finds_the_run_that_the_rendezvous_had_forgotten() -> None:
             a.leave(), b.leave(), n.leave()
 
 
+@pytest.mark.parametrize("cut_off", "ab")
+def test_a_member_that_was_cut_off_does_not_hide_the_run_from_an_empty_rendezvous(cut_off: str) -> None:
+    """It reaches the store first, and tells of the epoch that it was in. Both would be the run's only members."""
+    hub, away = Hub(2), Mock(add=Mock(side_effect=MembershipError("cut off")))
+    refused = Mock(side_effect=RuntimeError("still connecting"))
+    one, other = (hub.members(name, [INF]).rendezvous for name in "ab")
+    with ThreadPoolExecutor() as pool:
+        roster, _ = pool.map(lambda each: each.meet(None), (one, other))
+        a, b = (one, other) if roster.names[0] == cut_off else (other, one)
+        a.begin(), b.begin()
+        beats, a._beats = a._beats, away
+        alone = b.meet(roster, {a.name})
+        hub.store = HashStore()
+        for store in (b._store, b._beats):
+            store._connect, store._store = refused, None
+        a._store._store = beats._store = hub.store
+        a._beats = beats
+        back = pool.submit(a.meet, roster)
+        try:
+            time.sleep(0.3)  # as long as several looks
+            for store in (b._store, b._beats):
+                store._connect = lambda: hub.store
+            assert b.is_awaited.wait(10)
+            found = b.meet(alone)
+            assert back.result(10) == found == Roster(3, (b.name, a.name))
+        finally:
+            hub.store.set("ended", "yes")
+            a.leave(), b.leave()
+
+
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_lone_founder_waits_for_a_run_that_the_rendezvous_had_forgotten(epochs: int) -> None:
     """It came alone, to a rendezvous that had come back empty, a moment before the members did."""
