@@ -20,6 +20,8 @@ from onebit.zero import members as member_engines
 INF = float("inf")
 ONE_BIT = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 4}}}
 DENSE = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+LOCAL = {**DENSE, "onebit": {"local_steps": {"every": 4}, "bucket_cap_mb": 0.001}}
+FORMS = pytest.mark.parametrize("form", [ONE_BIT, DENSE, LOCAL], ids=["one bit", "dense", "local"])
 BLOCKS = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,
@@ -52,6 +54,8 @@ def train(members: Members, hub: Hub, form: dict[str, Any], steps: int, newcomer
             x = torch.randn(4, 12, generator=draw)
             engine.backward((engine(x) - x).square().mean())
             engine.step()
+    if form is LOCAL:
+        engine.optimizer.sync()
     engine.optimizer.check_replicas()
     membership.end(engine.optimizer)
     counts = engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps
@@ -64,7 +68,7 @@ def check_same(run: Run, steps: int) -> None:
     assert all(torch.equal(params, theirs) and told == rest for theirs, *told in others)
 
 
-@pytest.mark.parametrize("form", [ONE_BIT, DENSE], ids=["one bit", "dense"])
+@FORMS
 def test_a_newcomer_takes_over_counts_and_schedule(form: dict[str, Any]) -> None:
     hub = Hub(2)
     run = founded(hub, lambda members: train(members, hub, form, 20, newcomers=1), [INF, INF]).joined_by("n")
@@ -72,7 +76,7 @@ def test_a_newcomer_takes_over_counts_and_schedule(form: dict[str, Any]) -> None
     check_same(run, 20)
 
 
-@pytest.mark.parametrize("form", [ONE_BIT, DENSE], ids=["one bit", "dense"])
+@FORMS
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_changes_leave_engines_equal(form: dict[str, Any], seed: int) -> None:
     draw = np.random.default_rng(seed)
@@ -122,10 +126,10 @@ def test_one_member_trains_as_the_engine_alone(form: dict[str, Any]) -> None:
         ({**ONE_BIT, "zero_optimization": {"stage": 1}}, "inter_node"),
         ({**DENSE, "zero_optimization": {"stage": 2}}, "dense"),
         ({**ONE_BIT, "bf16": {"enabled": True}}, "intra_node"),
-        ({**DENSE, "onebit": {"local_steps": {"every": 4}}}, "local"),
+        ({**DENSE, "onebit": {"local_steps": {"every": 4, "delay": 2}}}, "local"),
         ({**ONE_BIT, "onebit": {"delay": 1}}, "replicated"),
     ],
-    ids=["stage 1", "stage 2, dense", "bf16", "local steps", "delay"],
+    ids=["stage 1", "stage 2, dense", "bf16", "delayed local steps", "delay"],
 )
 def test_other_forms_are_refused_by_name(blocks: dict[str, Any], form: str) -> None:
     members = Hub(1).members("a", [INF])
@@ -141,7 +145,7 @@ def test_data_that_is_divided_among_ranks_is_refused() -> None:
     members.close()
 
 
-@pytest.mark.parametrize("form", [ONE_BIT, DENSE], ids=["one bit", "dense"])
+@FORMS
 def test_a_founder_resumes_for_all(form: dict[str, Any], tmp_path: Any) -> None:
     """The first member saves; in another run one founder loads, and the others take over its state and counts."""
 
@@ -158,6 +162,8 @@ def test_a_founder_resumes_for_all(form: dict[str, Any], tmp_path: Any) -> None:
                 engine.step()
         if not loads and members.rank == 0:
             engine.save_checkpoint(tmp_path)
+        if form is LOCAL:
+            engine.optimizer.sync()
         membership.end(engine.optimizer)
         return [parameters_of(engine.module), first, engine.get_lr(), engine.global_samples]
 

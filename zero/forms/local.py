@@ -22,7 +22,7 @@ from ...local.state import OURS
 from ...model_parallel import ModelParallelGroup, local
 from ...usage.buffers import persistent_buffers
 from ..config.whole import Config
-from ..form import Given
+from ..form import Given, is_plain, offloads
 from ..grid import GridShape
 from ..parallel import dense
 from .in_node import InNode, uses_files
@@ -48,6 +48,14 @@ class Local(InNode):
     _grad_norm: float | None = None
 
     # ---------------------------------------------------------------- before it is made
+
+    @classmethod
+    def why_members_stay(cls, given: Given) -> str:
+        if given.grid.device_mesh is not None:
+            return "in its rounds a member is one rank, and these have several; a one-bit optimizer goes on with them"
+        if given.config.onebit.local_steps.delay:
+            return "a round under way has a group of its own, of ranks that stay; give onebit.local_steps.delay=0"
+        return "" if is_plain(given.config) and not offloads(given.config) else super().why_members_stay(given)
 
     @classmethod
     def fits(cls, config: Config, shape: GridShape) -> bool:
