@@ -41,7 +41,7 @@ from . import new_world
 from . import state as states
 from .balance import Balance
 from .buffers import BufferMean
-from .fragment import Fragment, OuterStep, divide
+from .fragment import Fragment, OuterStep, Share, divide, repeat_round
 from .inner_step import InnerStep
 from .interval_policy import IntervalPolicy
 from .intervals import Auto, Every, Started, interval_of
@@ -558,11 +558,12 @@ class LocalSteps(Wrapped):
 
     def repeat(self, index: int, tensors: Sequence[Tensor], step: State) -> None:
         """See `membership.copying.Repeatable`."""
-        self.rounds.repeat(self.buckets[index], tensors, step)
+        share = Share(step["keep"], sends_weights=step["sends_weights"])
+        repeat_round(self.buckets[index], self.codec.on_host(), self.options.outer, step["frames"], share, tensors)
 
     def is_exchanging(self) -> bool:
         """See `membership.copying.Repeatable`."""
-        return self.rounds.is_exchanging(self.fragments)
+        return not all(task.is_ready() for fragment in self.fragments for task in tuple(fragment.tasks))
 
     # ---------------------------------------------------------------- states
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
 
 from .. import comm
 from ..agreement.wrappers import NOT_COMPARED, are_alike, gradient_digest, refuse_wrapper, warn_of_averaging
@@ -24,9 +23,8 @@ from ..membership.residuals import residual_norm
 from ..model_parallel import ModelParallelGroup
 from ..step.replicated import Journal
 from ..step.stats import WaitClock
-from ..usage.contract import State
 from .balance import Balance, divide_steps
-from .fragment import Fragment, LocalBucket, Share, is_lossless, repeat_round
+from .fragment import Fragment, LocalBucket, Share, is_lossless
 from .inner_state import InnerState
 from .options import LocalOptions
 from .replica import Replica
@@ -264,14 +262,3 @@ class Rounds:
             journal, how = self.journal, {"keep": share.keep_K, "sends_weights": share.sends_weights}
             with nullcontext() if journal is None else journal.applying(bucket.index, bucket.wire.frames_WB, how):
                 bucket.land(self._codec, self._outer, share)
-
-    # ---------------------------------------------------------------- newcomers that copy the state
-
-    def is_exchanging(self, fragments: Sequence[Fragment]) -> bool:
-        """Whether data of other ranks has yet to come. From any thread: it may be out of date at once."""
-        return not all(task.is_ready() for fragment in fragments for task in tuple(fragment.tasks))
-
-    def repeat(self, bucket: LocalBucket, tensors: Sequence[Tensor], step: State) -> None:
-        """See `membership.copying.Repeatable`."""
-        share = Share(step["keep"], sends_weights=step["sends_weights"])
-        repeat_round(bucket, self._codec.on_host(), self._outer, step["frames"], share, tensors)
