@@ -1364,26 +1364,27 @@ def test_a_member_that_waits_comes_again_if_the_rendezvous_comes_back_empty() ->
             a.leave(), b.leave()
 
 
-def test_a_newcomer_finds_the_run_that_the_rendezvous_had_forgotten() -> None:
-    """It came to the empty one before the members did, and took itself for a founder."""
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("founders", [1, 2])
+def test_a_newcomer_finds_the_run_that_the_rendezvous_had_forgotten(epochs: int, founders: int) -> None:
+    """It came to the empty one before the members did, and would have been a founder; at once, if one is enough."""
     hub = Hub(2)
     a, b = (hub.members(name, [INF]).rendezvous for name in "ab")
     with ThreadPoolExecutor() as pool:
-        first, _ = pool.map(lambda one: one.meet(None), (a, b))
-        second, _ = pool.map(lambda one: one.meet(first), (a, b))
+        last = None
+        for _ in range(epochs):
+            last, _ = pool.map(partial(Rendezvous.meet, last=last), (a, b))
         a.begin()
-        hub.store = HashStore()
+        hub.store, hub.founders = HashStore(), founders
         n = hub.members("n", [INF]).rendezvous
         of_n = pool.submit(n.meet, None)
         while hub.store.add("here/1", 0) == 0:
-            time.sleep(0.01)
+            time.sleep(0.001)
         for one in (a, b):
             one._store._store = one._beats._store = hub.store
         try:
-            deadline = time.monotonic() + 10
-            while hub.store.add("here/3", 0) == 0 and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert {roster.epoch for roster in pool.map(lambda one: one.meet(second), (a, b))} == {3}
+            assert a.is_awaited.wait(10) and not of_n.done()
+            assert {roster.epoch for roster in pool.map(partial(Rendezvous.meet, last=last), (a, b))} == {epochs + 1}
             assert set(of_n.result(10).names) == {"a", "b", "n"}
         finally:
             hub.store.set("ended", "yes")
@@ -1418,32 +1419,6 @@ def test_a_member_that_was_cut_off_does_not_hide_the_run_from_an_empty_rendezvou
         finally:
             hub.store.set("ended", "yes")
             a.leave(), b.leave()
-
-
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_a_lone_founder_waits_for_a_run_that_the_rendezvous_had_forgotten(epochs: int) -> None:
-    """It came alone, to a rendezvous that had come back empty, a moment before the members did."""
-    hub = Hub(2)
-    a, b = (hub.members(name, [INF]).rendezvous for name in "ab")
-    with ThreadPoolExecutor() as pool:
-        last = None
-        for _ in range(epochs):
-            last, _ = pool.map(partial(Rendezvous.meet, last=last), (a, b))
-        a.begin()
-        hub.store, hub.founders = HashStore(), 1
-        n = hub.members("n", [INF]).rendezvous
-        of_n = pool.submit(n.meet, None)
-        while hub.store.add("here/1", 0) == 0:
-            time.sleep(0.001)
-        for one in (a, b):
-            one._store._store = one._beats._store = hub.store
-        try:
-            assert a.is_awaited.wait(10) and not of_n.done()
-            assert {roster.epoch for roster in pool.map(partial(Rendezvous.meet, last=last), (a, b))} == {epochs + 1}
-            assert set(of_n.result(10).names) == {"a", "b", "n"}
-        finally:
-            hub.store.set("ended", "yes")
-            a.leave(), b.leave(), n.leave()
 
 
 def test_a_member_that_was_left_is_in_no_epoch_until_it_is_back() -> None:
