@@ -54,7 +54,7 @@ class Local(InNode):
         if given.grid.device_mesh is not None:
             return "in its rounds a member is one rank, and these have several; a one-bit optimizer goes on with them"
         if given.config.onebit.local_steps.delay:
-            return "a round under way has a group of its own, of ranks that stay; give onebit.local_steps.delay=0"
+            return "a round under way has another group, of ranks that stay; give onebit.local_steps.delay=0"
         return "" if is_plain(given.config) and not offloads(given.config) else super().why_members_stay(given)
 
     @classmethod
