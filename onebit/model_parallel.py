@@ -37,6 +37,22 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def like(p: Tensor, part: Tensor) -> Tensor:
+    """This rank's elements of a tensor in a parameter's shape, as a DTensor if the parameter is one."""
+    if not hasattr(p, "to_local") or hasattr(part, "to_local"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part.view(local(p).shape),
+        p.device_mesh,  # type: ignore[attr-defined]
+        p.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=p.shape,
+        stride=torch.empty(p.shape, device="meta", dtype=torch.float32).stride(),
+    )
+
+
 def gathered(tensor: Tensor) -> Tensor:
     """A DTensor's elements of all ranks, on its device; any other tensor itself. All ranks of its mesh.
 

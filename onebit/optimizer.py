@@ -49,7 +49,6 @@ from .layout.flat import lay_out
 from .layout.masks import read_masks
 from .membership.change import change
 from .membership.members import Members
-from .membership.node import InNode
 from .model_parallel import ModelParallelGroup, detach_version_, local
 from .rule import Rule
 from .step.bucket_step import Arrived, Decision
@@ -698,15 +697,9 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _why_members_stay(self) -> str:
         assert self._members is not None
-        parts, node = self.model_parallel_group.whole, self._members.node
-        if (parts.node if isinstance(parts, InNode) else None) is not node or (node is None and parts.world_size > 1):
-            return (
-                "the ranks of a member are those that hold its model together: give connect(node=...) their transport, "
-                "and the optimizer model_parallel_group=members.parts(group); or neither"
-            )
-        if node is not None and self.delay:
+        if self._members.node is not None and self.delay:
             return "a member of several ranks has no step under way between two calls of step(); use delay=0"
-        return self.rule.why_members_stay()
+        return self._members.why_not_parts(self.model_parallel_group) or self.rule.why_members_stay()
 
     def _take_step_of(self, members: Members, scale: float) -> Sequence[str] | None:
         """`_take_step_once` among members that come and go: if one is lost, the remaining ones take the step again.

@@ -299,8 +299,10 @@ class LocalSteps(Wrapped):
         self.is_frozen |= not is_good and not is_scaled  # under a scaler, overflows are expected
 
     def _take_rounds_due(self) -> None:
-        with self._survives_losses():
-            self.end_interrupted_step()
+        if self.rounds_due:
+            with self._survives_losses():
+                self.end_interrupted_step()
+                self._stay_together()
 
     def _take_round(self, fragment: Fragment) -> bool:
         """Vote, and send the fragment; without delay, or in `sync`, land it too. All ranks.
@@ -445,6 +447,7 @@ class LocalSteps(Wrapped):
         try:
             with self.traffic.waited.running():
                 self.replica.check_anchors(self.steps)
+            self._stay_together()
         except PeerError as error:
             if self._members is None:
                 raise
@@ -456,9 +459,9 @@ class LocalSteps(Wrapped):
         if isinstance(self.interval, Auto):
             return 'every="auto" measures the network within a round; give a number of steps'
         assert self._members is not None
-        if self.model_parallel_group.whole.world_size > 1 or self._members.node is not None:
-            return "in its rounds a member is one rank, and this one has several"
-        return ""
+        if self._members.node is not None and self.options.delay:
+            return "a member of several ranks has no round under way between two calls of step(); use delay=0"
+        return self._members.why_not_parts(self.model_parallel_group)
 
     def _change_if_due(self) -> None:
         """Change the members before a step, when schedules and counts of steps agree."""
@@ -470,18 +473,28 @@ class LocalSteps(Wrapped):
                 "step()"
             )
         if self._lost is not None:
-            self._change(self._lost)
-        elif self._newcomers_are_due():
+            return self._change(self._lost)
+        is_due = self._newcomers_are_due()
+        try:
+            if self._members.is_over() and not is_due:  # others have lost a member in the last round, and wait
+                raise PeerError("another member has ended the epoch")
+            self._change_is_due = self._members.is_due(is_due)
+        except PeerError as error:
+            return self._change(error)
+        if self._change_is_due:
             self._land_all()  # or what is under way would be forgotten; a loss in it ends in a change, too
             if self._newcomers_are_due():
                 self._change(None)
-        elif self._members.is_over():  # others have lost a member in the last round, and wait
-            self._change(PeerError("another member has ended the epoch"))
 
     def _newcomers_are_due(self) -> bool:
         """Whether newcomers are to be let in before this step: all have agreed, or a loss has left too few members."""
         assert self._members is not None
         return self._change_is_due or self._members.world_size < self._members.rendezvous.min_members
+
+    def _stay_together(self) -> None:
+        """Raise PeerError if another rank of this member has lost the epoch: none of them goes on to compute alone."""
+        if self._members is not None:
+            self.model_parallel_group.agree(True)
 
     @contextmanager
     def _survives_losses(self) -> Iterator[None]:

@@ -257,6 +257,8 @@ class Rounds:
     def _land(self, fragment: Fragment) -> None:
         with self._waited.running():
             comm.wait_all(fragment.tasks)
+            if self._transport.ranks_change:
+                self._parts.agree(True)  # all ranks of a member land it, or none
         for bucket, share in zip(fragment.buckets, fragment.shares, strict=True):
             assert bucket.wire is not None
             journal, how = self.journal, {"keep": share.keep_K, "sends_weights": share.sends_weights}

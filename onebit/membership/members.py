@@ -222,6 +222,20 @@ class Members(Transport):
             )
         return replace(group, transport=InNode(self.node, group.transport))
 
+    def why_not_parts(self, group: ModelParallelGroup) -> str:
+        """Why an optimizer over these members cannot have this group; "" if it can.
+
+        Args:
+            group: The ranks that hold the optimizer's model together.
+        """
+        its = group.whole.node if isinstance(group.whole, InNode) else None
+        if its is self.node and (its is not None or group.whole.world_size == 1):
+            return ""
+        return (
+            "the ranks of a member are those that hold its model together: give connect(node=...) their transport, and "
+            "the optimizer model_parallel_group=members.parts(group); or neither"
+        )
+
     def is_over(self) -> bool:
         """Whether another member has left the current epoch for the next, as far as this one has looked."""
         return self.rendezvous.is_over.is_set()

@@ -43,7 +43,7 @@ _MOST_OPERATIONS = 60  # of a member until its fate: a few steps, or a change
 
 KINDS = (
     "OnebitAdam", "OnebitAdam, delayed", "OnebitAdam, nodes", "OnebitLamb", "OnebitMuon", "ZeroOneAdam", "LocalSteps",
-    "LocalSteps, momentum", "LocalSteps, balanced", "LocalSteps, delayed", "AdamW", "Muon", "Lion",
+    "LocalSteps, momentum", "LocalSteps, balanced", "LocalSteps, delayed", "LocalSteps, nodes", "AdamW", "Muon", "Lion",
 )  # fmt: skip
 
 
@@ -259,23 +259,23 @@ def place(tensors: Iterable[Tensor | None]) -> None:
 
 def make(kind: str, model: nn.Sequential, transport: RememberingMembers, local: SimTransport) -> Any:
     name, _, form = kind.partition(", ")
-    common: dict[str, Any] = {"lr": 3e-3, "transport": transport, "bucket_cap_mb": 0.002}
+    common: dict[str, Any] = {"transport": transport, "bucket_cap_mb": 0.002}
     if form == "nodes":
-        parts = transport.parts(ModelParallelGroup(local.split(range(local.world_size))))
-        common |= {"model_parallel_group": parts, "overlap": False}
+        common["model_parallel_group"] = transport.parts(ModelParallelGroup(local.split(range(local.world_size))))
     if name == "LocalSteps":
         options: dict[str, Any] = {"balanced": form == "balanced"}
         options |= {"outer_lr": 0.7, "outer_momentum": 0.9} if form == "momentum" else {}
         options |= {"fragments": 2, "delay": 2} if form == "delayed" else {}
         inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        return onebit.LocalSteps(inner, every=_EVERY, transport=transport, bucket_cap_mb=0.002, **options)
+        return onebit.LocalSteps(inner, every=_EVERY, **common, **options)
     groups = onebit.muon_groups(model, head=model[2]) if "Muon" in name else model.parameters()
     if name in ("AdamW", "Muon", "Lion"):
         inner = getattr(torch.optim if name == "AdamW" else onebit, name)(groups, lr=3e-3)
         return onebit.AveragedSteps(inner, transport=transport, bucket_cap_mb=0.002)
     options = {"freeze_step": 6} if name in ("OnebitAdam", "OnebitLamb") else {}
     options |= {"delay": 1} if form == "delayed" else {}
-    return getattr(onebit, name)(groups, compression="always", **common, **options)
+    options |= {"overlap": False} if form == "nodes" else {}
+    return getattr(onebit, name)(groups, lr=3e-3, compression="always", **common, **options)
 
 
 def loss_of(model: nn.Module, local: SimTransport) -> float:

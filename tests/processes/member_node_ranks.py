@@ -1,7 +1,8 @@
-"""A rank of a member of several ranks, with the engine: `python member_node_ranks.py ADDRESS NAME FOUNDERS END STAGE`.
+"""A rank of a member of several ranks, with the engine: `member_node_ranks.py ADDRESS NAME FOUNDERS END STAGE FORM`.
 
 RANK and so on are those of the node alone, as torchrun sets them on each machine by itself. END as in
-`member_ranks.py`; rank 0 of the node prints the same lines as there, and every rank a digest of its shards.
+`member_ranks.py`; FORM is "one bit" or "local". Rank 0 of the node prints the same lines as there, and every rank a
+digest of its shards.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from onebit import membership, zero
 from onebit.zero import members as member_engines
 
 
-def main(address: str, name: str, founders: str, end: str, stage: str) -> None:
+def main(address: str, name: str, founders: str, end: str, stage: str, form: str) -> None:
     patience = membership.Patience(suspect_s=1.0, silent_s=2.0, look_s=0.2, wait_s=60.0)
     node = zero.grid.start()
     members = membership.connect(
@@ -30,12 +31,17 @@ def main(address: str, name: str, founders: str, end: str, stage: str) -> None:
         "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 10}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 20}},
         "zero_optimization": {"stage": int(stage)},
         "bf16": {"enabled": stage == "2"},
-        "onebit": {"compression": "always", "check_replicas_every": 5},
+        "onebit": {"check_replicas_every": 5},
     }
+    if form == "one bit":
+        config["optimizer"] = {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 10}}
+        config["onebit"]["compression"] = "always"
+    else:
+        config["onebit"]["local_steps"] = {"every": 4}
     engine, *_ = zero.initialize(model=net, config=config, grid=member_engines.grid_of(members, node))
     member_engines.begin(engine)
     draw = torch.Generator().manual_seed(sum(name.encode()) + node.world.rank)
@@ -47,6 +53,7 @@ def main(address: str, name: str, founders: str, end: str, stage: str) -> None:
         time.sleep(0.02)
         if node.world.rank == 0:
             print(f"step {engine.global_steps} of {members.world_size} members", flush=True)
+    engine.synchronise()
     engine.optimizer.check_replicas()
     membership.end(engine.optimizer)
     state = engine.module_state_dict()

@@ -15,33 +15,42 @@ SCRIPT = Path(__file__).with_name("member_node_ranks.py")
 class NodeRun(Run):
     """A run of nodes. members: by name of the node and rank, as "a0"."""
 
-    def start_node(self, name: str, founders: int, stage: int) -> None:
+    def start_node(self, name: str, founders: int, stage: int, form: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         for rank in "01":
-            words = (str(SCRIPT), f"127.0.0.1:{self.port}", name, str(founders), str(self.folder / "end"), str(stage))
+            words = (str(SCRIPT), f"127.0.0.1:{self.port}", name, str(founders), str(self.folder / "end"))
             places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            self.members[name + rank] = ranks.start(*words, output=self.output(name + rank), **places, **address)
+            output = self.output(name + rank)
+            self.members[name + rank] = ranks.start(*words, str(stage), form, output=output, **places, **address)
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("stage", [3, *(pytest.param(k, marks=pytest.mark.thorough) for k in (1, 2))])
-def test_a_node_ends_with_its_rank_and_another_takes_its_place(tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "form"),
+    [
+        (3, "one bit"),
+        (2, "local"),
+        *(pytest.param(stage, form, marks=pytest.mark.thorough)
+          for stage, form in ((1, "one bit"), (2, "one bit"), (1, "local"), (3, "local"))),
+    ],
+)  # fmt: skip
+def test_a_node_ends_with_its_rank_and_another_takes_its_place(tmp_path: Path, stage: int, form: str) -> None:
     """Stage 2 is in bf16."""
     run = NodeRun(tmp_path)
     run.serve()
     try:
         for name in "abc":
-            run.start_node(name, 3, stage)
+            run.start_node(name, 3, stage, form)
         run.await_line("a0", "step 15 of 3", 60)
         run.members["b1"].kill()
         run.await_line("a0", "of 2 members")
         assert run.members["b0"].wait(30) == 1
         told = run.output("b0").read_text()  # by whichever of its two exchanges met the loss
         assert "Missing: rank 1; look at its log" in told or "another rank of it is lost" in told
-        run.start_node("new", 3, stage)
+        run.start_node("new", 3, stage, form)
         run.await_line("new0", "of 3 members")
         named = [f"{name}{rank}" for name in ("a", "c", "new") for rank in range(2)]
         ends = dict(zip(named, run.ends(*named), strict=True))

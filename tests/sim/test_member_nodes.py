@@ -53,18 +53,26 @@ def give_gradient(p: torch.nn.Parameter, local: Transport, draw: torch.Generator
     p.grad = grad
 
 
+def local_steps(params: list[torch.nn.Parameter], **options: Any) -> onebit.LocalSteps:
+    inner = torch.optim.AdamW(params, lr=1e-2)
+    return onebit.LocalSteps(inner, every=2, outer_momentum=0.5, **{"check_replicas_every": 4, **options})
+
+
+ADAM = partial(
+    onebit.OnebitAdam, lr=1e-2, compression="always", freeze_step=4, max_grad_norm=5.0, check_replicas_every=5
+)
+KINDS = {"1-bit": ADAM, "0/1": partial(onebit.ZeroOneAdam, lr=1e-2, compression="always"), "local": local_steps}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
 def train(
-    members: Members, local: Transport, hub: Hub, steps: int, newcomers: int = 0, kind: Any = onebit.OnebitAdam
+    members: Members, local: Transport, hub: Hub, steps: int, newcomers: int = 0, kind: Any = ADAM
 ) -> tuple[Tensor, int, int, int]:
     """A shard after so many steps, and how many members went and came. Gradients need all ranks of the node."""
     ranks = range(local.world_size)
     parts = members.parts(ModelParallelGroup(local.split(ranks)))
     p = shard(local.rank, local.world_size)
-    if kind is onebit.OnebitAdam:
-        kind = partial(kind, freeze_step=4, max_grad_norm=5.0, check_replicas_every=5)
-    optimizer = kind(
-        [p], lr=1e-2, compression="always", bucket_cap_mb=0.0005, transport=members, model_parallel_group=parts
-    )
+    optimizer = kind([p], bucket_cap_mb=0.0005, transport=members, model_parallel_group=parts)
     begin(optimizer)
     draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
     while optimizer.steps_taken() < steps:
@@ -72,6 +80,8 @@ def train(
             await_newcomers(members, hub, newcomers)
         give_gradient(p, local, draw)
         optimizer.step()
+    if isinstance(optimizer, onebit.LocalSteps):
+        optimizer.sync()
     optimizer.check_replicas()
     end(optimizer)
     return p.detach(), members.lost, members.joined, optimizer.stats.lost_residuals
@@ -139,9 +149,10 @@ def test_a_lost_rank_takes_its_node_along_and_the_others_go_on(place: int, fuse:
     assert isinstance(run.errors[f"b{1 - place}"], MembershipError)
 
 
-def test_a_new_node_takes_over_all_parts() -> None:
+@kinds
+def test_a_new_node_takes_over_all_parts(kind: Any) -> None:
     hub = Hub(2)
-    run = run_of(hub, [[INF, INF], [INF, INF]], steps=20, newcomers=1)
+    run = run_of(hub, [[INF, INF], [INF, INF]], steps=20, newcomers=1, kind=kind)
     assert hub.holds.wait(30)
     run.start_node("n", [INF, INF])
     assert check(run) == ["a", "b", "n"]
@@ -178,7 +189,7 @@ def test_optimizers_without_parts_on_all_ranks_of_a_member_are_refused() -> None
         parts,
         parts,
         "use delay=0",
-        "this one has several",
+        parts,
         "divides its model",
         "balanced=False",
         "give part=grid.data",
@@ -189,10 +200,12 @@ def test_optimizers_without_parts_on_all_ranks_of_a_member_are_refused() -> None
         assert all(word in text for word, text in zip(words, said, strict=True)), said
 
 
-@pytest.mark.parametrize(("max_grad_norm", "expected"), [(0.0, 2), (5.0, 3)])
-def test_a_step_tells_a_nodes_ranks_twice_or_three_times(
-    max_grad_norm: float, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(partial(ADAM, max_grad_norm=0.0), [2, 2]), (ADAM, [3, 3]), (local_steps, [2, 6])],
+    ids=["1-bit", "clipped", "local"],
+)
+def test_a_step_tells_a_nodes_ranks_so_often(kind: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the first steps, whose gradients are compared, are over; docs/members.md has these numbers."""
     told, check_of = Counter[str](), Node.check
 
@@ -204,10 +217,7 @@ def test_a_step_tells_a_nodes_ranks_twice_or_three_times(
 
     def work(members: Members, local: Transport) -> list[int]:
         parts, p = members.parts(ModelParallelGroup(local.split(range(local.world_size)))), shard(local.rank, 2)
-        optimizer = onebit.OnebitAdam(
-            [p], lr=1e-2, compression="always", freeze_step=4, max_grad_norm=max_grad_norm, check_replicas_every=0,
-            transport=members, model_parallel_group=parts,
-        )  # fmt: skip
+        optimizer = kind([p], check_replicas_every=0, transport=members, model_parallel_group=parts)
         begin(optimizer)
         draw, counts = torch.Generator().manual_seed(ord(members.rendezvous.name)), []
         for _ in range(8):
@@ -224,7 +234,7 @@ def test_a_step_tells_a_nodes_ranks_twice_or_three_times(
     run.wait()
     assert not run.errors
     for counts in run.results.values():
-        assert counts[4:] == [expected] * 4 and max(counts) <= expected + 2
+        assert counts[4:] == 2 * expected and max(counts) <= max(expected) + 2
 
 
 def test_members_have_the_same_number_of_ranks() -> None:
@@ -282,7 +292,7 @@ def test_ranks_of_members_draw_each_sample_once() -> None:
     assert len({k // 8 % 3 for k in lost}) == 1  # those of b's two ranks, in each step
 
 
-@pytest.mark.parametrize("kind", [onebit.OnebitAdam, onebit.ZeroOneAdam], ids=["1-bit", "0/1"])
+@kinds
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(k, marks=pytest.mark.thorough) for k in range(3, 10))])
 def test_random_changes_leave_nodes_equal(kind: Any, seed: int) -> None:
     draw = np.random.default_rng(seed)

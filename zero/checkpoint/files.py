@@ -42,8 +42,7 @@ from ...checkpoint.files import CheckpointError, Sum, check_files, reason, remov
 from ...checkpoint.folder import AS_BEFORE, Checkpointing
 from ...comm import Transport, torch_versions
 from ...comm.messages import gather_texts
-from ...model_parallel import local
-from ..parallel.dense import like
+from ...model_parallel import like, local
 from ..parallel.stacked import stack_of
 from .reshard import Box, boxes_of
 from .storage import TABLE, Reader, Writer, read_table

@@ -29,9 +29,8 @@ from torch.utils._pytree import tree_map_only
 from ...comm import SimTransport
 from ...comm.messages import call_of_all, gather_bytes
 from ...layout.masters import master_of
-from ...model_parallel import gathered, local
+from ...model_parallel import gathered, like, local
 from ..checkpoint.reshard import fill
-from ..parallel.dense import like
 from .engine import DeepSpeedEngine
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from ...comm import torch_versions
 from ...dense import DenseAverager
 from ...layout.masters import NAME as MASTER
 from ...layout.masters import is_low
-from ...model_parallel import ModelParallelGroup, gathered, local
+from ...model_parallel import ModelParallelGroup, gathered, like, local
 from ...moments import MomentOptimizer
 from ..config.whole import Config
 from ..form import Form, Given, choice_of, is_plain, offloads
@@ -188,7 +188,7 @@ class Dense(InNode):
         held = self.sharding.held
         flat: dict[str, Any] = {**rest, **tensors, **self._flat_masters()}
         for name, shard in self._of_scalars(flat).items():
-            flat[name] = dense.like(shard, flat[name].reshape(1)[: local(shard).numel()])
+            flat[name] = like(shard, flat[name].reshape(1)[: local(shard).numel()])
         torch_versions.load_flat_state(held, self.optimizer, flat)
 
     def _of_scalars(self, flat: Mapping[str, Any]) -> dict[str, Tensor]:

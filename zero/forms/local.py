@@ -19,7 +19,7 @@ from torch.optim.optimizer import StateDict
 from ...comm import Transport, codec_named
 from ...local.local_steps import LocalSteps
 from ...local.state import OURS
-from ...model_parallel import ModelParallelGroup, local
+from ...model_parallel import ModelParallelGroup, like, local
 from ...usage.buffers import persistent_buffers
 from ..config.whole import Config
 from ..form import Given, is_plain, offloads
@@ -51,11 +51,11 @@ class Local(InNode):
 
     @classmethod
     def why_members_stay(cls, given: Given) -> str:
-        if given.grid.device_mesh is not None:
-            return "in its rounds a member is one rank, and these have several; a one-bit optimizer goes on with them"
         if given.config.onebit.local_steps.delay:
             return "a round under way has another group, of ranks that stay; give onebit.local_steps.delay=0"
-        return "" if is_plain(given.config) and not offloads(given.config) else super().why_members_stay(given)
+        has_node = given.grid.device_mesh is not None
+        fits = (is_plain(given.config) or has_node) and not offloads(given.config)
+        return "" if fits else super().why_members_stay(given)
 
     @classmethod
     def fits(cls, config: Config, shape: GridShape) -> bool:
@@ -230,7 +230,7 @@ def _sharded(optimizer: LocalSteps, state: StateDict) -> StateDict:
     for number, p in enumerate(dense.parameters(optimizer)):
         entry, shape = entries.get(number, {}), local(p).shape
         entries[number] = {
-            name: dense.like(p, x) if name not in OURS and isinstance(x, Tensor) and x.shape == shape else x
+            name: like(p, x) if name not in OURS and isinstance(x, Tensor) and x.shape == shape else x
             for name, x in entry.items()
         }
     return {**state, "state": {number: entry for number, entry in entries.items() if entry}}

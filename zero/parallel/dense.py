@@ -114,22 +114,6 @@ def _by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
     return list(those.values())
 
 
-def like(p: Tensor, part: Tensor) -> Tensor:
-    """This rank's elements of a tensor in a parameter's shape, as a DTensor if the parameter is one."""
-    if not hasattr(p, "to_local") or hasattr(part, "to_local"):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        part.view(local(p).shape),
-        p.device_mesh,  # type: ignore[attr-defined]
-        p.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=p.shape,
-        stride=torch.empty(p.shape, device="meta", dtype=torch.float32).stride(),
-    )
-
-
 def has_sharded_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's moments are DTensors like its parameters. Our Lamb keeps plain local elements."""
     return not isinstance(stepping(optimizer), Lamb)

@@ -40,11 +40,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ...comm import Transport, Work, torch_versions
 from ...dense import Bucket, DenseAverager, in_buckets, real
-from ...model_parallel import local
+from ...model_parallel import like, local
 from ...usage.frozen import check_place, gradient_of
 from ...usage.marks import marks_of
 from ..grid import Grid
-from .dense import like
 from .sharding import Sharding, ZeroGrad
 from .tensor import place_gradients
 
