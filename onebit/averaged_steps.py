@@ -26,10 +26,11 @@ from .agreement.replicas import ReplicaCheck
 from .agreement.skips import MOST_SKIPS, SkipLimit
 from .agreement.step_vote import Header, StepVote, cast_votes, present_anywhere
 from .comm import PeerError, Transport
-from .dense import Bucket, in_buckets, new_bucket
-from .local.wrapped import Wrapped, are_finite
+from .dense import Bucket, in_buckets, new_bucket, real
+from .local.wrapped import Wrapped, are_finite, local_state, with_shards
 from .membership.change import change
 from .membership.members import Members
+from .model_parallel import ModelParallelGroup, local, model_parallel_group_of
 from .step.stats import Stats, Traffic, WaitClock
 from .usage.contract import State, check_is_number, loss_of
 from .usage.graphs import outside_graphs
@@ -47,6 +48,8 @@ class AveragedSteps(Wrapped):
         inner: A torch optimizer that steps without a closure, such as `torch.optim.AdamW`, `onebit.Muon`,
             `onebit.Lion`. Its state must be tensors and plain values.
         transport: The `onebit.membership.Members` of the run.
+        model_parallel_group: `transport.parts(group)`, if a member has several ranks, which divide the model. Default
+            None.
         max_grad_norm: Norm to which mean gradients are clipped. Default 0: off.
         bucket_cap_mb: Largest bucket, in MiB. Default None: 25.
         check_replicas_every: Steps, taken or skipped, between comparisons of the replicas' bits; 0: never. Default 100.
@@ -57,7 +60,8 @@ class AveragedSteps(Wrapped):
 
     Raises:
         TypeError: inner is no torch optimizer, or exchanges gradients itself; transport is not a `Members`.
-        ValueError: max_grad_norm or check_replicas_every is negative.
+        ValueError: max_grad_norm or check_replicas_every is negative; or model_parallel_group is not of all ranks of
+            this member.
     """
 
     _step_supports_amp_scaling = True
@@ -67,6 +71,7 @@ class AveragedSteps(Wrapped):
         inner: torch.optim.Optimizer,
         *,
         transport: Members,
+        model_parallel_group: ModelParallelGroup | Transport | None = None,
         max_grad_norm: float = 0.0,
         bucket_cap_mb: float | None = None,
         check_replicas_every: int = 100,
@@ -77,8 +82,6 @@ class AveragedSteps(Wrapped):
                 f"AveragedSteps is for members that come and go, got {type(transport).__name__}: pass "
                 "transport=onebit.membership.connect(); for ranks that stay take onebit.dense.DenseAverager"
             )
-        if transport.node is not None:
-            raise ValueError("AveragedSteps averages whole models, and a member of several ranks divides its model")
         if not isinstance(inner, torch.optim.Optimizer) or hasattr(inner, "transport"):
             raise TypeError(
                 f"AveragedSteps takes an optimizer that sends nothing itself, such as torch.optim.AdamW, got "
@@ -94,6 +97,9 @@ class AveragedSteps(Wrapped):
         super().__init__(inner)
         self.transport: Transport = transport
         self._members, self.stats = transport, Stats(phase="dense")
+        self.model_parallel_group = model_parallel_group_of(model_parallel_group)
+        if why := transport.why_not_parts(self.model_parallel_group):
+            raise ValueError(f"AveragedSteps: {why}")
         self._max_norm, self._cap_mb = max_grad_norm, bucket_cap_mb
         self._replica_check = ReplicaCheck(check_replicas_every)
         self._skips, self._traffic, self._waited = SkipLimit(max_consecutive_skips), Traffic(transport), WaitClock()
@@ -140,21 +146,24 @@ class AveragedSteps(Wrapped):
             )
         self._waited.total_s, skipped = 0.0, self.stats.skipped_steps
         while True:
-            (why, self._lost), is_due, self._change_is_due = (self._lost, None), self._change_is_due, False
-            if why is not None or is_due:
-                found = change(self, members, why)
-                if found.took_step:
-                    if self.stats.skipped_steps > skipped:
-                        self._skips.observe(True, [], self.transport)
-                    break
-                if found.is_back:  # its gradients are of parameters that the run has no longer
-                    self.zero_grad()
+            why, self._lost = self._lost, None
             try:
-                self._average()
+                if why is None:
+                    self._change_is_due = members.is_due(self._change_is_due)
+                if why is not None or self._change_is_due:
+                    self._change_is_due = False
+                    found = change(self, members, why)
+                    if found.took_step:
+                        if self.stats.skipped_steps > skipped:
+                            self._skips.observe(True, [], self.transport)
+                        break
+                    if found.is_back:  # its gradients are of parameters that the run has no longer
+                        self.zero_grad()
+                is_finite = self._average()
             except PeerError as error:
                 self._lost = error
                 continue
-            self._take_inner_step()
+            self._take_inner_step(is_finite)
             if self._replica_check.is_due(are_synchronised=True):
                 self.check_replicas()
             break
@@ -162,8 +171,11 @@ class AveragedSteps(Wrapped):
         self.stats.comm_ms = 1e3 * self._waited.total_s
         return loss
 
-    def _average(self) -> None:
-        """Vote, and bring the means of all gradients here. Writes nothing but the buckets."""
+    def _average(self) -> bool:
+        """Vote, and bring the means of all gradients here. Writes nothing but the buckets.
+
+        Returns whether they are finite, on all ranks of this member: all of them take the step, or none.
+        """
         scale = float(getattr(self, "grad_scale", None) or 1.0)
         header = Header.of(self.param_groups, self._steps + 1, f"AveragedSteps, {type(self.inner).__name__}")
         present = [is_there for bucket in self._buckets for is_there in bucket.present()]
@@ -181,22 +193,29 @@ class AveragedSteps(Wrapped):
             for bucket in self._buckets:
                 assert bucket.work is not None
                 bucket.work.wait()
+            return self.model_parallel_group.agree(are_finite([bucket.flat for bucket in self._buckets]))
 
-    def _take_inner_step(self) -> None:
+    def _take_inner_step(self, is_finite: bool) -> None:
         for bucket in self._buckets:
             bucket.finish(self.transport.world_size)
         self.stats.grad_norm, self.stats.clip_factor = None, 1.0
-        is_finite = are_finite([bucket.flat for bucket in self._buckets])
         if is_finite:
             if self._max_norm > 0:
-                norm = float(torch.nn.utils.clip_grad_norm_(self._params, self._max_norm))
-                self.stats.grad_norm, self.stats.clip_factor = norm, min(1.0, self._max_norm / (norm + 1e-6))
+                self._clip()
             self.inner.step()
             self._steps += 1
         else:
             self.stats.skipped_steps += 1
             self._skips.tell(self.transport.rank, self._steps + 1, [], "all ranks skip the step")
         self._skips.observe(not is_finite, [], self.transport)
+
+    def _clip(self) -> None:
+        with_grad = [p for p in self._params if p.grad is not None]
+        grads = [real(local(p.grad)) for p in with_grad if p.grad is not None]
+        norm = self.model_parallel_group.global_norm(with_grad, grads)
+        self.stats.grad_norm, self.stats.clip_factor = norm, min(1.0, self._max_norm / (norm + 1e-6))
+        if grads:
+            torch._foreach_mul_(grads, self.stats.clip_factor)
 
     # ---------------------------------------------------------------- agreement of the ranks
 
@@ -205,13 +224,14 @@ class AveragedSteps(Wrapped):
 
         If a member is lost meanwhile, nothing is compared, with a warning.
         """
-        tensors, names = list(self._params), [f"parameter {k}" for k in range(len(self._params))]
+        tensors, names = [local(p) for p in self._params], [f"parameter {k}" for k in range(len(self._params))]
         for k, p in enumerate(self._params):
             entry = [(name, x) for name, x in sorted(self.state.get(p, {}).items()) if isinstance(x, Tensor)]
-            tensors += [x for _, x in entry]
+            tensors += [local(x) for _, x in entry]
             names += [f"{name} of parameter {k}" for name, _ in entry]
         try:
             replicas.check_replicas(self.transport, tensors, names, self._steps)
+            self.model_parallel_group.agree(True)  # the ranks of a member leave it together
         except PeerError as error:
             self._lost = self._members.note_lost("check_replicas()", error)
 
@@ -240,9 +260,9 @@ class AveragedSteps(Wrapped):
 
     def for_others(self, state: State) -> State:
         """See `membership.change.Changing`."""
-        parameters = [p.detach() for group in self.param_groups for p in group["params"]]
+        parameters = [local(p).detach() for group in self.param_groups for p in group["params"]]
         counts = {"steps": self._steps, "skipped_steps": self.stats.skipped_steps}
-        return {**counts, "parameters": parameters, "inner": self.inner.state_dict()}
+        return {**counts, "parameters": parameters, "inner": local_state(self.inner)}
 
     def enter_world(self, state: State) -> None:
         """See `membership.change.Changing`."""
@@ -251,11 +271,11 @@ class AveragedSteps(Wrapped):
     @torch.no_grad()
     def take_over(self, theirs: State, own: State | None) -> None:
         """See `membership.change.Changing`. A member of the run keeps its options: its schedule moves on from there."""
-        inner = theirs["inner"] if own is None else {**theirs["inner"], "param_groups": self._options()}
-        self.inner.load_state_dict(inner)
+        inner = with_shards(self.inner, theirs["inner"])
+        self.inner.load_state_dict(inner if own is None else {**inner, "param_groups": self._options()})
         params: Sequence[Tensor] = [p for group in self.param_groups for p in group["params"]]
         for p, x in zip(params, theirs["parameters"], strict=True):
-            p.copy_(x)
+            local(p).copy_(x)
         self._steps, self.stats.skipped_steps = theirs["steps"], theirs["skipped_steps"]
         self._replica_check.restart(self._steps)
 

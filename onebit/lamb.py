@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .arithmetic.squares import norms
 from .comm import Transport
 from .layout.masters import NAME as MASTER
 from .layout.masters import check_master, own_master, round_into_
@@ -41,11 +42,6 @@ def trust_ratio(weight_norm: Tensor, update_norm: Tensor, *, min_coeff: float, m
     """‖p‖/‖u‖ within [min_coeff, max_coeff]; 1 if either norm is zero. Tensors of one shape; stays on the device."""
     ratio = (weight_norm / update_norm).clamp(min_coeff, max_coeff)
     return torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
-
-
-def norms(tensors: list[Tensor]) -> Tensor:
-    """The 2-norm of each tensor, float32 [len(tensors)], on their device."""
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
 
 
 def check_trust_options(min_coeff: float, max_coeff: float) -> None:

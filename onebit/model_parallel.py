@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .agreement.replicas import fingerprints
+from .arithmetic.squares import by_device, norms
 from .comm import SimTransport, Transport, torch_versions
 from .comm.messages import gather_bytes, gather_tensors, gather_texts, sum_in_order
 
@@ -198,6 +199,24 @@ class ModelParallelGroup:
             params: The parameters.
         """
         return self.total_of_rows(held.double().square(), params).sqrt().float()
+
+    def global_norm(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> float:
+        """The norm of all gradients of the model, including other ranks' parts. Sends 8 bytes to each peer.
+
+        torch's clip_grad_norm_ needs tensors of one mesh, but a tensor-parallel model has plain ones, or ones sharded
+        over one axis, besides those sharded over two.
+
+        Args:
+            params: The parameters that have a gradient.
+            grads: This rank's elements of their gradients.
+        """
+        squares = [0.0] * len(grads)
+        for those in by_device(grads):
+            found = norms([grads[k] for k in those]).double().square().tolist()
+            for k, square in zip(those, found, strict=True):
+                squares[k] = square
+        (total,) = self.total(sum(square / self.copies(p) for square, p in zip(squares, params, strict=True)))
+        return math.sqrt(total)
 
     def _shares(self, table: Tensor, params: Sequence[Tensor]) -> Tensor:
         """A table of sums, with each parameter's row divided by the number of ranks that hold the same elements."""

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from .arithmetic.adam import normalised
 from .arithmetic.schedule import DenseSteps, long_warmup
-from .arithmetic.squares import portable_norm
+from .arithmetic.squares import norms, portable_norm
 from .checkpoint.parameter_state import ParameterState
 from .comm import Codec, Work
 from .comm.messages import gather_tensors, sum_in_order
-from .lamb import check_trust_options, norms, trust_ratio
+from .lamb import check_trust_options, trust_ratio
 from .layout.bucket import Bucket
 from .layout.flat import Layout
 from .onebit_adam import AdamRule

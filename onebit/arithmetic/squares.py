@@ -15,6 +15,20 @@ LARGEST_GRADIENT = 2.0**59
 """Up to this value a gradient fits a variance: its square, and a block's sum of squares, are finite in float32."""
 
 
+def norms(tensors: list[Tensor]) -> Tensor:
+    """The 2-norm of each tensor, float32 [len(tensors)], on their device."""
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+
+
+def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The indices of tensors with elements, by device; there are several devices if some shards are offloaded."""
+    those: dict[torch.device, list[int]] = {}
+    for k, x in enumerate(tensors):
+        if x.numel() > 0:
+            those.setdefault(x.device, []).append(k)
+    return list(those.values())
+
+
 def has_squares(x: Tensor) -> Tensor:
     """Whether all of x is finite and at most `LARGEST_GRADIENT`. A bool tensor of no dimensions, on x's device."""
     if x.numel() == 0:

@@ -25,7 +25,6 @@ from ..checkpoint.new_world import carried
 from ..comm import Transport
 from ..layout.buckets import Buckets
 from ..layout.flat import lay_out
-from ..model_parallel import like, local
 from ..usage.contract import State
 from .balance import Balance
 from .fragment import Fragment, LocalBucket
@@ -34,6 +33,7 @@ from .options import LocalOptions
 from .replica import Replica
 from .rounds import Rounds
 from .stats import LocalStats
+from .wrapped import local_state, with_shards
 
 _TIMETABLE = ("synced_at", "due", "rounds", "landed")
 """Of a fragment, the same on all members."""
@@ -83,7 +83,7 @@ def for_others(optimizer: Stepping) -> State:
     return {
         "anchors": [list(bucket.layout.views(anchor)) for bucket, anchor, _ in flats],
         "velocities": [[] if u is None else list(bucket.layout.views(u)) for bucket, _, u in flats],
-        **_inner_state(optimizer.inner),
+        "inner": local_state(optimizer.inner),
         "steps": optimizer.steps,
         "interval": optimizer.stats.interval,
         "rounds_due": [fragment.index for fragment in optimizer.rounds_due],
@@ -136,7 +136,7 @@ def take_over(optimizer: Stepping, theirs: State, own: State | None) -> None:
     optimizer.rounds_due = still_due
     optimizer.stats.interval, optimizer.is_frozen = theirs["interval"], False
     if own is None:
-        _load_inner_state(optimizer, theirs)
+        optimizer.inner_step.load(with_shards(optimizer.inner, theirs["inner"]))
         optimizer.steps, optimizer.is_syncing = theirs["steps"], theirs["is_syncing"]
         optimizer.rounds_due = [optimizer.fragments[k] for k in theirs["rounds_due"]]
     if optimizer.balance is not None:
@@ -145,23 +145,6 @@ def take_over(optimizer: Stepping, theirs: State, own: State | None) -> None:
     optimizer.replica.show()
     optimizer.rounds.stop_looking()
     optimizer.replica_check.restart(optimizer.steps)
-
-
-def _inner_state(inner: torch.optim.Optimizer) -> State:
-    """The inner optimizer's state with this rank's elements alone, and which of its tensors are shards, as DTensors."""
-    state, entries, shards = inner.state_dict(), {}, []
-    for number, entry in state["state"].items():
-        entries[number] = {name: local(x) if isinstance(x, Tensor) else x for name, x in entry.items()}
-        shards += [[number, name] for name, x in entry.items() if entries[number][name] is not x]
-    return {"inner": {**state, "state": entries}, "inner_shards": shards}
-
-
-def _load_inner_state(optimizer: Stepping, theirs: State) -> None:
-    params = [p for group in optimizer.inner.param_groups for p in group["params"]]
-    for number, name in theirs["inner_shards"]:
-        entry = theirs["inner"]["state"][number]
-        entry[name] = like(params[number], entry[name])
-    optimizer.inner_step.load(theirs["inner"])
 
 
 def _decay(fragment: Fragment, keeps: Sequence[float], decays: Sequence[bool]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..bucket_optimizer import BucketOptimizer
 from ..comm import torch_versions
 from ..layout.masters import is_low
-from ..model_parallel import local
+from ..model_parallel import like, local
 from ..usage.contract import Group, State, check_number, refuse_copy
 from ..usage.graphs import Optimizer
 
@@ -127,6 +127,24 @@ def are_finite(grads: Iterable[Tensor]) -> bool:
     if all(bool(torch.stack(each).isfinite().all()) for each in sums.values()):
         return True
     return all(bool(x.isfinite().all()) for x in held)  # sums of finite elements may overflow float32
+
+
+def local_state(inner: torch.optim.Optimizer) -> State:
+    """An optimizer's state with this rank's elements alone, and under "shards" which of its tensors were DTensors."""
+    state, entries, shards = inner.state_dict(), {}, []
+    for number, entry in state["state"].items():
+        entries[number] = {name: local(x) if isinstance(x, Tensor) else x for name, x in entry.items()}
+        shards += [[number, name] for name, x in entry.items() if entries[number][name] is not x]
+    return {**state, "state": entries, "shards": shards}
+
+
+def with_shards(inner: torch.optim.Optimizer, state: State) -> State:
+    """A state of `local_state` with its DTensors, for an optimizer whose parameters are sharded as there."""
+    params = [p for group in inner.param_groups for p in group["params"]]
+    entries = {number: dict(entry) for number, entry in state["state"].items()}
+    for number, name in state["shards"]:
+        entries[number][name] = like(params[number], entries[number][name])
+    return {"state": entries, "param_groups": state["param_groups"]}
 
 
 def kept_by_decay(inner: torch.optim.Optimizer, group: Group) -> float:

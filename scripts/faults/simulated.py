@@ -43,7 +43,8 @@ _MOST_OPERATIONS = 60  # of a member until its fate: a few steps, or a change
 
 KINDS = (
     "OnebitAdam", "OnebitAdam, delayed", "OnebitAdam, nodes", "OnebitLamb", "OnebitMuon", "ZeroOneAdam", "LocalSteps",
-    "LocalSteps, momentum", "LocalSteps, balanced", "LocalSteps, delayed", "LocalSteps, nodes", "AdamW", "Muon", "Lion",
+    "LocalSteps, momentum", "LocalSteps, balanced", "LocalSteps, delayed", "LocalSteps, nodes", "AdamW", "AdamW, nodes",
+    "Muon", "Lion",
 )  # fmt: skip
 
 
@@ -271,7 +272,7 @@ def make(kind: str, model: nn.Sequential, transport: RememberingMembers, local: 
     groups = onebit.muon_groups(model, head=model[2]) if "Muon" in name else model.parameters()
     if name in ("AdamW", "Muon", "Lion"):
         inner = getattr(torch.optim if name == "AdamW" else onebit, name)(groups, lr=3e-3)
-        return onebit.AveragedSteps(inner, transport=transport, bucket_cap_mb=0.002)
+        return onebit.AveragedSteps(inner, **common)
     options = {"freeze_step": 6} if name in ("OnebitAdam", "OnebitLamb") else {}
     options |= {"delay": 1} if form == "delayed" else {}
     options |= {"overlap": False} if form == "nodes" else {}

@@ -1,8 +1,8 @@
 """A rank of a member of several ranks, with the engine: `member_node_ranks.py ADDRESS NAME FOUNDERS END STAGE FORM`.
 
 RANK and so on are those of the node alone, as torchrun sets them on each machine by itself. END as in
-`member_ranks.py`; FORM is "one bit" or "local". Rank 0 of the node prints the same lines as there, and every rank a
-digest of its shards.
+`member_ranks.py`; FORM is "one bit", "local" or "dense". Rank 0 of the node prints the same lines as there, and every
+rank a digest of its shards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(address: str, name: str, founders: str, end: str, stage: str, form: str
     if form == "one bit":
         config["optimizer"] = {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 10}}
         config["onebit"]["compression"] = "always"
-    else:
+    if form == "local":
         config["onebit"]["local_steps"] = {"every": 4}
     engine, *_ = zero.initialize(model=net, config=config, grid=member_engines.grid_of(members, node))
     member_engines.begin(engine)

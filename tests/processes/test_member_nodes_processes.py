@@ -34,7 +34,7 @@ class NodeRun(Run):
         (3, "one bit"),
         (2, "local"),
         *(pytest.param(stage, form, marks=pytest.mark.thorough)
-          for stage, form in ((1, "one bit"), (2, "one bit"), (1, "local"), (3, "local"))),
+          for stage, form in ((1, "one bit"), (2, "one bit"), (1, "local"), (3, "local"), (2, "dense"), (3, "dense"))),
     ],
 )  # fmt: skip
 def test_a_node_ends_with_its_rank_and_another_takes_its_place(tmp_path: Path, stage: int, form: str) -> None:

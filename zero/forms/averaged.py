@@ -19,7 +19,7 @@ from .replicated import OneBit
 
 
 class Averaged(OneBit, InNode):
-    """Keeps the whole model on every member. `Dense` builds it; `fits` is not asked."""
+    """Keeps the model on every member: on one rank, or divided among several. `Dense` builds it; `fits` is not asked."""
 
     name = "dense"
     example: ClassVar[Mapping[str, object]] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -35,6 +35,7 @@ class Averaged(OneBit, InNode):
         return AveragedSteps(
             super().make_optimizer(given, held),
             transport=members,
+            model_parallel_group=held,
             max_grad_norm=config.gradient_clipping,
             bucket_cap_mb=config.onebit.bucket_cap_mb,
             check_replicas_every=config.onebit.check_replicas_every,

@@ -101,10 +101,8 @@ class Dense(InNode):
 
     @classmethod
     def why_members_stay(cls, given: Given) -> str:
-        config = given.config
-        if given.grid.device_mesh is not None:
-            return "its members are single ranks, and these have several; a one-bit optimizer goes on with them"
-        return "" if is_plain(config) and not offloads(config) else super().why_members_stay(given)
+        fits = (is_plain(given.config) or given.grid.device_mesh is not None) and not offloads(given.config)
+        return "" if fits else super().why_members_stay(given)
 
     @classmethod
     def build(cls, given: Given) -> Form:

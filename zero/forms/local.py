@@ -53,8 +53,7 @@ class Local(InNode):
     def why_members_stay(cls, given: Given) -> str:
         if given.config.onebit.local_steps.delay:
             return "a round under way has another group, of ranks that stay; give onebit.local_steps.delay=0"
-        has_node = given.grid.device_mesh is not None
-        fits = (is_plain(given.config) or has_node) and not offloads(given.config)
+        fits = (is_plain(given.config) or given.grid.device_mesh is not None) and not offloads(given.config)
         return "" if fits else super().why_members_stay(given)
 
     @classmethod
@@ -147,7 +146,7 @@ class Local(InNode):
             return None
         with_grad = [p for p in dense.parameters(self.optimizer) if p.grad is not None]
         grads = [local(cast(Tensor, p.grad)) for p in with_grad]
-        norm = dense.global_norm(with_grad, grads, self.optimizer.model_parallel_group) / scale
+        norm = self.optimizer.model_parallel_group.global_norm(with_grad, grads) / scale
         if grads:
             factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
             torch._foreach_mul_(grads, factor)

@@ -5,17 +5,16 @@ Its gradients are averaged before, inside the node by FSDP2 and between nodes by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ...agreement.step_vote import Header, Summary, check_summaries
-from ...arithmetic.squares import LARGEST_GRADIENT, bad_gradients
+from ...arithmetic.squares import LARGEST_GRADIENT, bad_gradients, by_device
 from ...comm import Transport
 from ...comm.messages import gather_bytes
-from ...lamb import Lamb, norms
+from ...lamb import Lamb
 from ...model_parallel import ModelParallelGroup, local
 from ..offload.optimizer import Offload
 
@@ -54,7 +53,7 @@ def prepare(
     grads = [local(cast(Tensor, p.grad)) for p in with_grad]
     largest = [
         torch.stack([torch.linalg.vector_norm(grads[k], float("inf")).float() for k in those])
-        for those in _by_device(grads)
+        for those in by_device(grads)
     ]
     limit = LARGEST_GRADIENT * scale if max_norm <= 0 else torch.finfo(torch.float32).max
     mine = all(bool((those <= limit).all()) for those in largest)
@@ -64,7 +63,7 @@ def prepare(
         torch._foreach_div_(grads, scale)
     if max_norm <= 0:
         return True, None
-    norm = global_norm(with_grad, grads, model_parallel_group)
+    norm = model_parallel_group.global_norm(with_grad, grads)
     if grads:
         torch._foreach_mul_(grads, min(1.0, max_norm / (norm + 1e-6)))
     return True, norm
@@ -86,32 +85,6 @@ def said_in_step(optimizer: torch.optim.Optimizer, transport: Transport, step: i
 def bad_in(model: nn.Module) -> list[str]:
     """The parameters whose gradients on this rank are not finite, or too large for a variance."""
     return bad_gradients((name, local(p.grad)) for name, p in model.named_parameters() if p.grad is not None)
-
-
-def global_norm(params: Sequence[Tensor], grads: list[Tensor], model_parallel_group: ModelParallelGroup) -> float:
-    """The norm of all gradients of the model, including other ranks' parts.
-
-    torch's clip_grad_norm_ needs tensors of one mesh, but a tensor-parallel model has plain ones, or ones sharded over
-    one axis, besides those sharded over two.
-    """
-    squares = [0.0] * len(grads)
-    for those in _by_device(grads):
-        found = norms([grads[k] for k in those]).double().square().tolist()
-        for k, square in zip(those, found, strict=True):
-            squares[k] = square
-    (total,) = model_parallel_group.total(
-        sum(square / model_parallel_group.copies(p) for square, p in zip(squares, params, strict=True))
-    )
-    return float(total**0.5)
-
-
-def _by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The indices of tensors with elements, by device; there are several devices if some shards are offloaded."""
-    those: dict[torch.device, list[int]] = {}
-    for k, x in enumerate(tensors):
-        if x.numel() > 0:
-            those.setdefault(x.device, []).append(k)
-    return list(those.values())
 
 
 def has_sharded_state(optimizer: torch.optim.Optimizer) -> bool:
