@@ -4,7 +4,7 @@
     engine, *_ = onebit.zero.initialize(model=model, config=config, grid=onebit.zero.members.grid_of(members))
     onebit.zero.members.begin(engine, sampler=sampler)
 
-To the engine a member is a world of one rank, at stage 0, or of the ranks of a node, which may divide the model:
+To the engine a member is a world of one rank, at stage 0, or of the ranks of a node, which divide the model:
 
     node = onebit.zero.grid.start()
     members = onebit.membership.connect(node=node.world)
@@ -39,7 +39,7 @@ def grid_of(members: Members, node: Grid | None = None) -> Grid:
             `zero.grid.start()` under torchrun on this machine alone. Default None: it has one rank.
 
     Raises:
-        ValueError: The grid has other ranks than the member, replicas, or stages of a pipeline.
+        ValueError: The grid has other ranks than the member, replicas, or several ranks in a stage of a pipeline.
     """
     if node is not None:
         if node.shape.size("replica") > 1:

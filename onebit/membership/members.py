@@ -208,19 +208,23 @@ class Members(Transport):
             group: The same ranks.
 
         Raises:
-            ValueError: They are not all ranks of this member, or a pipeline's.
+            ValueError: They are not all ranks of this member; or stages of a pipeline have several ranks each.
         """
-        if (
-            self.node is None
-            or group.stages is not None
-            or group.transport.world_size != self.node.transport.world_size
-        ):
-            count = 1 if self.node is None else self.node.transport.world_size
+        count = 1 if self.node is None else self.node.transport.world_size
+        if self.node is None or group.whole.world_size != count:
             raise ValueError(
-                f"{self.rendezvous.name} is a member of {count} ranks, which hold its model together in shards or "
-                f"slices, not in the stages of a pipeline; got parts on {group.whole.world_size} ranks"
+                f"{self.rendezvous.name} is a member of {count} ranks, which hold its model together; got parts on "
+                f"{group.whole.world_size} ranks"
             )
-        return replace(group, transport=InNode(self.node, group.transport))
+        if group.stages is None:
+            return replace(group, transport=InNode(self.node, group.transport))
+        # The ranks of one stage would meet in messages that the other stages' ranks know nothing of.
+        if group.transport.world_size > 1:
+            raise ValueError(
+                f"{self.rendezvous.name}: stages of a pipeline among members have one rank each, and these have "
+                f"{group.transport.world_size}; use shards or slices without stages, or stages alone"
+            )
+        return replace(group, stages=InNode(self.node, group.stages))
 
     def why_not_parts(self, group: ModelParallelGroup) -> str:
         """Why an optimizer over these members cannot have this group; "" if it can.

@@ -39,12 +39,13 @@ PATIENCE_S = 60.0
 TIMEOUT_S = 1.0
 _LEAST, _MOST, _BATCH, _WIDTH = 2, 5, 16, 16
 _EVERY = _SYNC_EVERY = 4  # steps
+_SEVERAL_RANKS = ("nodes", "stages")  # how the ranks of a member hold its model
 _MOST_OPERATIONS = 60  # of a member until its fate: a few steps, or a change
 
 KINDS = (
-    "OnebitAdam", "OnebitAdam, delayed", "OnebitAdam, nodes", "OnebitLamb", "OnebitMuon", "ZeroOneAdam", "LocalSteps",
-    "LocalSteps, momentum", "LocalSteps, balanced", "LocalSteps, delayed", "LocalSteps, nodes", "AdamW", "AdamW, nodes",
-    "Muon", "Lion",
+    "OnebitAdam", "OnebitAdam, delayed", "OnebitAdam, nodes", "OnebitAdam, stages", "OnebitLamb", "OnebitMuon",
+    "ZeroOneAdam", "LocalSteps", "LocalSteps, momentum", "LocalSteps, balanced", "LocalSteps, delayed",
+    "LocalSteps, nodes", "AdamW", "AdamW, nodes", "Muon", "Lion",
 )  # fmt: skip
 
 
@@ -261,8 +262,10 @@ def place(tensors: Iterable[Tensor | None]) -> None:
 def make(kind: str, model: nn.Sequential, transport: RememberingMembers, local: SimTransport) -> Any:
     name, _, form = kind.partition(", ")
     common: dict[str, Any] = {"transport": transport, "bucket_cap_mb": 0.002}
-    if form == "nodes":
-        common["model_parallel_group"] = transport.parts(ModelParallelGroup(local.split(range(local.world_size))))
+    if form in _SEVERAL_RANKS:
+        ranks = local.split(range(local.world_size))
+        group = ModelParallelGroup(ranks) if form == "nodes" else ModelParallelGroup(SimTransport(), ranks)
+        common["model_parallel_group"] = transport.parts(group)
     if name == "LocalSteps":
         options: dict[str, Any] = {"balanced": form == "balanced"}
         options |= {"outer_lr": 0.7, "outer_momentum": 0.9} if form == "momentum" else {}
@@ -275,7 +278,7 @@ def make(kind: str, model: nn.Sequential, transport: RememberingMembers, local: 
         return onebit.AveragedSteps(inner, **common)
     options = {"freeze_step": 6} if name in ("OnebitAdam", "OnebitLamb") else {}
     options |= {"delay": 1} if form == "delayed" else {}
-    options |= {"overlap": False} if form == "nodes" else {}
+    options |= {"overlap": False} if form in _SEVERAL_RANKS else {}
     return getattr(onebit, name)(groups, lr=3e-3, compression="always", **common, **options)
 
 
@@ -309,7 +312,7 @@ class Run:
     end: float = float("inf")
 
     def start(self) -> str:
-        name, fate, ranks = f"m{len(self.everyone)}", Fate(), NODE if self.kind.endswith("nodes") else 1
+        name, fate, ranks = f"m{len(self.everyone)}", Fate(), NODE if self.kind.endswith(_SEVERAL_RANKS) else 1
         fate.runs.set()
         life = Life(fate, [{} for _ in range(ranks)])
         self.lives[name] = self.everyone[name] = life
@@ -335,14 +338,15 @@ class Run:
 
     def _train(self, members: RememberingMembers, life: Life, local: SimTransport, draw: torch.Generator) -> None:
         model, digests = net(local.rank), life.digests[local.rank]
-        if members.node is not None:
+        has_shards = self.kind.endswith("nodes")
+        if has_shards:
             place(model.parameters())
         optimizer = make(self.kind, model, members, local)
         begin(optimizer)
         while optimizer.steps_taken() < self.end:
             x = torch.randn(_BATCH, _WIDTH, generator=draw)
             backward(model(x), x, local)
-            if members.node is not None:
+            if has_shards:
                 place(p.grad for p in model.parameters())
             optimizer.step()
             optimizer.zero_grad()

@@ -1,8 +1,8 @@
 """A rank of a member of several ranks, with the engine: `member_node_ranks.py ADDRESS NAME FOUNDERS END STAGE FORM`.
 
 RANK and so on are those of the node alone, as torchrun sets them on each machine by itself. END as in
-`member_ranks.py`; FORM is "one bit", "local" or "dense". Rank 0 of the node prints the same lines as there, and every
-rank a digest of its shards.
+`member_ranks.py`; FORM is "one bit", "local" or "dense", with " pipeline" after it if the ranks are stages. Rank 0 of
+the node prints the same lines as there, and every rank a digest of what it has: of a stage, or of the whole model.
 """
 
 from __future__ import annotations
@@ -13,20 +13,28 @@ import time
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onebit import membership, zero
 from onebit.zero import members as member_engines
 
 
+def loss(out: Tensor, target: Tensor) -> Tensor:
+    return (out - target).square().mean()
+
+
 def main(address: str, name: str, founders: str, end: str, stage: str, form: str) -> None:
     patience = membership.Patience(suspect_s=1.0, silent_s=2.0, look_s=0.2, wait_s=60.0)
-    node = zero.grid.start()
+    is_pipeline = form.endswith("pipeline")
+    node = zero.grid.start(**({"pipe": 2, "shard": 1} if is_pipeline else {}))
     members = membership.connect(
         address, founders=int(founders), token="test", name=name, timeout_s=3.0, patience=patience, node=node.world
     )
     torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+    net: nn.Module = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+    if is_pipeline:
+        layers = [nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Identity()]
+        net = zero.PipelineModule(layers, loss_fn=loss)
     config = {
         "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": 2,
@@ -37,16 +45,18 @@ def main(address: str, name: str, founders: str, end: str, stage: str, form: str
         "bf16": {"enabled": stage == "2"},
         "onebit": {"check_replicas_every": 5},
     }
-    if form == "one bit":
+    if form.startswith("one bit"):
         config["optimizer"] = {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 10}}
         config["onebit"]["compression"] = "always"
-    if form == "local":
+    if form.startswith("local"):
         config["onebit"]["local_steps"] = {"every": 4}
     engine, *_ = zero.initialize(model=net, config=config, grid=member_engines.grid_of(members, node))
     member_engines.begin(engine)
-    draw = torch.Generator().manual_seed(sum(name.encode()) + node.world.rank)
+    draw = torch.Generator().manual_seed(sum(name.encode()) + node.world.rank * (not is_pipeline))
     while not Path(end).exists() or engine.global_steps < int(Path(end).read_text()):
-        for _ in range(2):
+        if is_pipeline:
+            engine.train_batch((x, x) for x in torch.randn(2, 8, 64, generator=draw))
+        for _ in range(0 if is_pipeline else 2):
             x = torch.randn(8, 64, generator=draw).to(next(net.parameters()).dtype)
             engine.backward((engine(x) - x).float().square().mean())
             engine.step()

@@ -76,26 +76,50 @@ KINDS = {
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
+def of_stage(rank: int) -> list[torch.nn.Parameter]:
+    """This rank's layers, of which each stage has others, and others in number."""
+    draw = torch.Generator().manual_seed(rank)
+    return [torch.nn.Parameter(torch.randn(40 + 3 * k, 7, generator=draw)) for k in range(1 + 2 * rank)]
+
+
+def give_gradients(params: list[torch.nn.Parameter], local: Transport, draw: torch.Generator) -> None:
+    """Gradients that depend on all stages."""
+    total = sum_in_order(gather_tensors(local, torch.stack([p.detach().sum() for p in params]).sum()))
+    for p in params:
+        p.grad = p.detach() - torch.randn(p.shape, generator=draw) + 1e-3 * total
+
+
 def train(
-    members: Members, local: Transport, hub: Hub, steps: int, newcomers: int = 0, kind: Any = ADAM
+    members: Members, local: Transport, hub: Hub, steps: int, newcomers: int = 0, kind: Any = ADAM, staged: bool = False
 ) -> tuple[Tensor, int, int, int]:
-    """A shard after so many steps, and how many members went and came. Gradients need all ranks of the node."""
-    ranks = range(local.world_size)
-    parts = members.parts(ModelParallelGroup(local.split(ranks)))
-    p = shard(local.rank, local.world_size)
-    optimizer = kind([p], bucket_cap_mb=0.0005, transport=members, model_parallel_group=parts)
+    """A shard after so many steps, and how many members went and came. Gradients need all ranks of the node.
+
+    staged: its ranks have stages of a pipeline.
+    """
+    whole = local.split(range(local.world_size))
+    parts = members.parts(ModelParallelGroup(SimTransport(), whole) if staged else ModelParallelGroup(whole))
+    params = of_stage(local.rank) if staged else [shard(local.rank, local.world_size)]
+    optimizer = kind(params, bucket_cap_mb=0.0005, transport=members, model_parallel_group=parts)
     begin(optimizer)
     draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
     while optimizer.steps_taken() < steps:
         if newcomers and optimizer.steps_taken() == 8 and local.rank == 0:
             await_newcomers(members, hub, newcomers)
-        give_gradient(p, local, draw)
+        if staged:
+            give_gradients(params, local, draw)
+        else:
+            give_gradient(params[0], local, draw)
         optimizer.step()
     if isinstance(optimizer, onebit.LocalSteps):
         optimizer.sync()
     optimizer.check_replicas()
     end(optimizer)
-    return p.detach(), members.lost, members.joined, optimizer.stats.lost_residuals
+    return (
+        torch.cat([p.detach().view(-1) for p in params]),
+        members.lost,
+        members.joined,
+        optimizer.stats.lost_residuals,
+    )
 
 
 def run_of(hub: Hub, fuses: list[list[float]], **options: Any) -> Run:
@@ -153,7 +177,7 @@ def test_without_changes_a_node_trains_as_a_world_of_its_ranks(kind: Any) -> Non
     expected = onebit.comm.run_ranks(4, of_world)
     for name, p in zip(("a0", "a1", "b0", "b1"), expected, strict=True):
         torch.testing.assert_close(
-            run.results[name][0], p, rtol=1e-6 * (kind is averaged), atol=1e-6 * (kind is averaged)
+            run.results[name][0], p.view(-1), rtol=1e-6 * (kind is averaged), atol=1e-6 * (kind is averaged)
         )
 
 
@@ -168,10 +192,11 @@ def test_a_lost_rank_takes_its_node_along_and_the_others_go_on(place: int, fuse:
     assert isinstance(run.errors[f"b{1 - place}"], MembershipError)
 
 
+@pytest.mark.parametrize("staged", [False, True], ids=["shards", "stages"])
 @kinds
-def test_a_new_node_takes_over_all_parts(kind: Any) -> None:
+def test_a_new_node_takes_over_all_parts(kind: Any, staged: bool) -> None:
     hub = Hub(2)
-    run = run_of(hub, [[INF, INF], [INF, INF]], steps=20, newcomers=1, kind=kind)
+    run = run_of(hub, [[INF, INF], [INF, INF]], steps=20, newcomers=1, kind=kind, staged=staged)
     assert hub.holds.wait(30)
     run.start_node("n", [INF, INF])
     assert check(run) == ["a", "b", "n"]
@@ -191,7 +216,7 @@ def test_optimizers_without_parts_on_all_ranks_of_a_member_are_refused() -> None
             lambda: membership.MemberSampler(members, 64, 4, balanced=True),
             lambda: membership.MemberSampler(members, 64, 4),
             lambda: members.parts(ModelParallelGroup(SimTransport())),
-            lambda: members.parts(ModelParallelGroup(SimTransport(), stages=local)),
+            lambda: members.parts(ModelParallelGroup(local, stages=local)),
         ):
             with pytest.raises(ValueError) as told:
                 make()
@@ -213,7 +238,7 @@ def test_optimizers_without_parts_on_all_ranks_of_a_member_are_refused() -> None
         "balanced=False",
         "give part=grid.data",
         "2 ranks",
-        "2 ranks",
+        "have one rank each, and these have 2",
     ]
     for said in run.results.values():
         assert all(word in text for word, text in zip(words, said, strict=True)), said
@@ -311,15 +336,17 @@ def test_ranks_of_members_draw_each_sample_once() -> None:
     assert len({k // 8 % 3 for k in lost}) == 1  # those of b's two ranks, in each step
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("staged", [False, True], ids=["shards", "stages"])
 @kinds
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(k, marks=pytest.mark.thorough) for k in range(3, 10))])
-def test_random_changes_leave_nodes_equal(kind: Any, seed: int) -> None:
+def test_random_changes_leave_nodes_equal(kind: Any, seed: int, staged: bool) -> None:
     draw = np.random.default_rng(seed)
 
     def fuse() -> float:
         return INF if draw.random() < 0.6 else int(draw.integers(10, 400)) / 2
 
-    run = run_of(Hub(4), [[INF, INF], *([fuse(), fuse()] for _ in range(3))], steps=40, kind=kind)
+    run = run_of(Hub(4), [[INF, INF], *([fuse(), fuse()] for _ in range(3))], steps=40, kind=kind, staged=staged)
     for name in "wxyz":
         run.start_node(name, [fuse(), fuse()])
     assert "a" in check(run)

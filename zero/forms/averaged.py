@@ -19,7 +19,7 @@ from .replicated import OneBit
 
 
 class Averaged(OneBit, InNode):
-    """Keeps the model on every member: on one rank, or divided among several. `Dense` builds it; `fits` is not asked."""
+    """Keeps the model on every member: on one rank, or divided among some. `Dense` builds it; `fits` is not asked."""
 
     name = "dense"
     example: ClassVar[Mapping[str, object]] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
