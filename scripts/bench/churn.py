@@ -4,9 +4,10 @@
     python scripts/bench.py churn --ways onebit local torchft torchft-diloco torchrun --torchft PYTHON
 
 Processes on this machine, with computing emulated by sleeping. Every so many seconds a random member is killed with
-SIGKILL; its process is started again after a pause; all ways have the same schedule. Goodput: samples that count, over
-those of an undisturbed run of the same way and length, and over what the living ones could have done (a member lives
-from its first step to its kill). PYTHON is that of an environment with torchft; the ways are in `churn_ways.py`.
+SIGKILL; its process is started again after a pause. All ways have the same schedule, whose pauses are drawn: regular
+ones would always meet the same point of a round. Goodput: samples that count, over those of an undisturbed run of the
+same way and length, and over what the living ones could have done (a member lives from its first step to its kill).
+PYTHON is that of an environment with torchft; the ways are in `churn_ways.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from reports import publish, table
 from bench import churn_ways
 from bench.churn_ways import ROUND, SAMPLES, WAYS, WIDTH, command, lighthouse
 from bench.record import here, parser_of
+
+SPREAD = (0.8, 1.2)
+"""Times between two kills, over their mean."""
 
 
 @dataclass
@@ -99,7 +103,8 @@ class Churn:
 
 def run(args: argparse.Namespace, way: str, every: float, folder: Path, seed: int) -> Churn:
     """One run of the schedule; every: 0: nobody is killed."""
-    store, draw = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False), random.Random(seed)
+    store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    draw, draw_pause = random.Random(seed), random.Random(seed)
     churn, until = Churn(way), time.time() + args.seconds + 8.0
     port, light = store.port, None
     if way.startswith("torchft"):
@@ -128,7 +133,7 @@ def run(args: argparse.Namespace, way: str, every: float, folder: Path, seed: in
             raise RuntimeError(f"{way}: not all members have begun; see the files in {folder}")
         time.sleep(0.1)
     churn.began, churn.ended = time.time(), until
-    next_kill, back = churn.began + every, []
+    next_kill, back = churn.began + every * draw_pause.uniform(*SPREAD), []
     while (now := time.time()) < until - 1.0:
         for due, name in [each for each in back if each[0] <= now]:
             start(name)
@@ -140,7 +145,7 @@ def run(args: argparse.Namespace, way: str, every: float, folder: Path, seed: in
             victim.ended = time.time()
             churn.kills.append((victim.ended, victim.name))
             back.append((now + args.back_after, victim.name))
-            next_kill += every
+            next_kill += every * draw_pause.uniform(*SPREAD)
         time.sleep(0.05)
     for life in churn.lives:
         life.ended = life.ended or until
@@ -177,8 +182,8 @@ def report(args: argparse.Namespace, runs: dict[str, dict[float, Churn]]) -> str
 {here()}
 
 {args.members} members on one machine, {args.layers * (WIDTH + 1) * WIDTH / 1e6:.1f} M parameters, {args.compute:g} s of
-emulated compute a step, {args.seconds:g} s a run; a killed member starts again after {args.back_after:g} s. Medians,
-and the largest.
+emulated compute a step, {args.seconds:g} s a run; a killed member starts again after {args.back_after:g} s. Times
+between kills are drawn, up to a fifth longer or shorter. Medians, and the largest.
 
 {table(HEADS, rows, names=2)}
 
