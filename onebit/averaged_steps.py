@@ -17,6 +17,7 @@ gradients that are still there. Elsewhere `dense.DenseAverager` sends during the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -170,6 +171,10 @@ class AveragedSteps(Wrapped):
         self.stats.sent_bytes, self.stats.sent_bytes_inter_node = self._traffic.take()
         self.stats.comm_ms = 1e3 * self._waited.total_s
         return loss
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Does nothing: backward passes send nothing."""
+        return nullcontext()
 
     def _average(self) -> bool:
         """Vote, and bring the means of all gradients here. Writes nothing but the buckets.

@@ -16,8 +16,9 @@ counts, schedule and features besides the optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from .. import membership
@@ -50,18 +51,26 @@ def grid_of(members: Members, node: Grid | None = None) -> Grid:
     return Grid(shape, None, alone, dict.fromkeys(AXES, alone), members, model_parallel_group_of(None), alone)
 
 
-def begin(engine: Engine, **travels: Travels) -> None:
+def begin(engine: Engine, *, warm_up: Callable[[], object] | None = None, **travels: Travels) -> None:
     """Enter the run with an engine over `grid_of`. Args and errors as `onebit.membership.begin`; all members.
 
     Args:
         engine: Before its first step. One that has loaded a checkpoint gives its state to the other founders.
+        warm_up: As there, with `engine.backward`; without `engine.step`. Default None.
         travels: Other objects whose state a newcomer gets, such as a sampler. The schedule and the counts of the engine
             are among them already.
     """
     if engine.scheduler is not None:
         travels["engine_schedule"] = engine.scheduler
-    membership.begin(engine.optimizer, engine=_Counts(engine), **travels)  # type: ignore[arg-type]
+
+    warmed = None if warm_up is None else partial(_warm_up, engine, warm_up)
+    membership.begin(engine.optimizer, warm_up=warmed, engine=_Counts(engine), **travels)  # type: ignore[arg-type]
     engine.form.sharding.gather()  # the optimizer's parameters may be those of others now
+
+
+def _warm_up(engine: Engine, warm_up: Callable[[], object]) -> None:
+    warm_up()
+    engine.zero_grad()
 
 
 class _Counts:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
@@ -79,6 +80,12 @@ class Changing(Protocol):
         whether they have landed or not, and of those that all have skipped.
         """
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes in this block send nothing."""
+
+    def zero_grad(self) -> None:
+        """As torch's."""
+
     def end_interrupted_step(self) -> None:
         """Do together what the loss of a member has left undone. All members, after each change; may do nothing."""
 
@@ -134,13 +141,16 @@ class Change:
     seconds: float = field(default=0.0, compare=False)
 
 
-def begin(optimizer: Changing, **travels: Travels) -> None:
+def begin(optimizer: Changing, *, warm_up: Callable[[], object] | None = None, **travels: Travels) -> None:
     """Enter the run. Founders wait for each other; a newcomer is let in before a step, and gets a member's state.
 
     All members call it once, before the first step. Afterwards they have the same parameters and state, to the bit.
 
     Args:
         optimizer: Constructed over a `Members`.
+        warm_up: A pass forward and backward, on any batch, whose gradients are dropped. It runs before the others are
+            told that this member has come: they do not wait for what a first pass takes longer, such as compiling. It
+            may move buffers, which a newcomer takes over if they are among `travels`. Default None.
         travels: Other objects with `state_dict` and `load_state_dict`, such as a schedule, by the same names on all
             members. A newcomer loads the state of the member that sends it the run's, founders that of the first.
 
@@ -164,6 +174,10 @@ def begin(optimizer: Changing, **travels: Travels) -> None:
             members.copy_state()
             giver = members.giver = Giver(optimizer, members, lambda: _lines(optimizer, members))
             rendezvous.gives(giver)
+        if warm_up is not None:
+            with optimizer.no_sync():
+                warm_up()
+            optimizer.zero_grad()
         change(optimizer, members, None)
     except BaseException:
         members.abandon()  # members that wait for this one continue

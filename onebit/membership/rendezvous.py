@@ -119,6 +119,8 @@ class Rendezvous:
     ):
         self.name, self.founders, self.patience = name, founders, patience or Patience()
         self._store, self._beats = _Steady(connect, self.patience.away_s), _Steady(connect, 0.0)
+        # Of the first member: who has died between two exchanges is known to be silent when the next one fails.
+        self._heard = _Silences(self._beats)
         self._token, self._strange = token, set[str]()  # keys of entries without the token
         if self._store.add(f"name/{name}", 1) > 1:
             raise ValueError(f"a member of this run is or was called {name}; take another name, or none")
@@ -338,6 +340,8 @@ class Rendezvous:
         if is_first:
             self._publish_again(now)
             self._answer()
+            for name in now.names[1:]:
+                self._heard.of(name)
         waits = self._arrived(now.epoch + 1, self._beats)[0] if self._beats.add(here(now.epoch + 1), 0) > 0 else []
         with self._lock:
             if now is not self._now:
@@ -405,7 +409,8 @@ class Rendezvous:
 
     def _next(self, before: Roster | None, missed: Sequence[str], deadline: float, lets_in: bool) -> Roster:
         epoch = 1 if before is None else before.epoch + 1
-        began, silences, writes, pauses = time.monotonic(), _Silences(self._store), 0, _pauses()
+        began, writes, pauses = time.monotonic(), 0, _pauses()
+        silences, of_suspects = _Silences(self._store), _Silences(self._store, self._heard.copy())
         while (roster := self._read_roster(epoch)) is None:
             if before is None and (newest := self._newest()) is not None and newest.epoch > epoch:
                 return newest  # no new run: the store had come back empty, and the members have told it of theirs
@@ -420,8 +425,12 @@ class Rendezvous:
                 self._write(key, {"name": self.name, "missed": list(missed)})
             elif self._may_found(arrived, now - began) if before is None else self.name in before.names:
                 absent = [] if before is None else [name for name in before.names if name not in arrived]
-                limits = [self.patience.suspect_s if name in suspects else self.patience.silent_s for name in absent]
-                are_silent = [silences.of(name) > limit for name, limit in zip(absent, limits, strict=True)]
+                are_silent = [
+                    of_suspects.of(name) > self.patience.suspect_s
+                    if name in suspects
+                    else silences.of(name) > self.patience.silent_s
+                    for name in absent
+                ]
                 if all(are_silent) or now - began > self.patience.busy_s:
                     if len(arrived) >= self.min_members:
                         self._close(before, epoch, arrived, lets_in)
@@ -554,10 +563,14 @@ class _Steady:
 
 @dataclass
 class _Silences:
-    """Measures how long members have given no sign of life, since this object first looked."""
+    """Measures how long members have given no sign of life, since this object first looked, or one it continues."""
 
     store: _Steady
     _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def copy(self) -> dict[str, tuple[int, float]]:
+        """The last signs of life: by name their number, and when it was first seen. Any thread."""
+        return dict(self._seen)
 
     def of(self, name: str) -> float:
         """Seconds since this member's last sign of life."""

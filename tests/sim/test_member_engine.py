@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,32 @@ def test_a_newcomer_takes_over_counts_and_schedule(form: dict[str, Any]) -> None
     run = founded(hub, lambda members: train(members, hub, form, 20, newcomers=1), [INF, INF]).joined_by("n")
     assert set(run.results) == {"a", "b", "n"}
     check_same(run, 20)
+
+
+@FORMS
+def test_a_warm_up_leaves_no_trace(form: dict[str, Any]) -> None:
+    """And nobody waits for it: see `test_membership.py`."""
+
+    def work(members: Members, *, warms_up: bool) -> tuple[Tensor, int]:
+        engine = engine_over(members, config_of(form))
+        draw = torch.Generator().manual_seed(1)
+
+        def backward() -> None:
+            x = torch.randn(4, 12, generator=draw)
+            engine.backward((engine(x) - x).square().mean())
+
+        member_engines.begin(engine, warm_up=backward if warms_up else None)
+        draw.manual_seed(2)
+        for _ in range(8):
+            backward()
+            engine.step()
+        membership.end(engine.optimizer)
+        return parameters_of(engine.module), engine.micro_steps
+
+    with_it, without = (
+        founded(Hub(1), partial(work, warms_up=warms_up), [INF]).join().results["a"] for warms_up in (True, False)
+    )
+    assert torch.equal(with_it[0], without[0]) and with_it[1] == without[1] == 8
 
 
 @FORMS

@@ -36,7 +36,7 @@ from onebit.comm.messages import gather_bytes
 from onebit.comm.transports.notes import calling
 from onebit.dense import Bucket, DenseAverager, average_gradients
 from onebit.layout.flat import Layout, lay_out
-from onebit.membership import Buffers, Members, MembershipError, begin, copying, end, residuals
+from onebit.membership import Buffers, Members, MembershipError, Patience, begin, copying, end, residuals
 from onebit.membership.change import Change, _exchange, change
 from onebit.membership.members import Standing
 from onebit.membership.rendezvous import Rendezvous, Roster
@@ -538,6 +538,49 @@ def test_a_member_may_be_lost_while_the_network_is_measured(fuse: float, monkeyp
     assert lost and set(run.results) == {"a", "c"}
     (steps, first), (others, second) = run.results.values()
     assert steps == others == 12 and torch.equal(first, second)
+
+
+@pytest.mark.parametrize("make", [adam, delayed, local, averaged])
+def test_the_others_do_not_wait_for_a_newcomers_warm_up(make: Make) -> None:
+    hub, steps, last = Hub(2), [0], [INF]
+
+    def work(members: Members) -> tuple[int, Tensor]:
+        model = net()
+        optimizer = make(model, members)
+        is_new, draw = members.rendezvous.name == "n", torch.Generator().manual_seed(ord(members.rendezvous.name))
+
+        def backward() -> None:
+            x = torch.randn(8, 12, generator=draw)
+            (model(x) - x).square().mean().backward()
+
+        def warm_up() -> None:
+            backward()
+            before = steps[0]
+            while steps[0] < before + 4:  # the first member takes steps meanwhile
+                time.sleep(0.001)
+
+        if is_new:
+            begin(optimizer, warm_up=warm_up)
+            assert all(p.grad is None for p in model.parameters())
+        else:
+            begin(optimizer)
+        while optimizer.steps_taken() < last[0]:
+            if optimizer.steps_taken() == 8:
+                hub.holds.set()
+            backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps[0] += members.rank == 0
+            if members.rank == 0 and members.world_size == 3 and last[0] == INF:
+                last[0] = optimizer.steps_taken() // 4 * 4 + 12
+        if not isinstance(optimizer, onebit.AveragedSteps) and hasattr(optimizer, "sync"):
+            optimizer.sync()
+        optimizer.check_replicas()
+        end(optimizer)
+        return members.world_size, parameters_of(model)
+
+    (size, first), *others = founded(hub, work, [INF, INF]).joined_by("n").results.values()
+    assert size == 3 and len(others) == 2 and all(torch.equal(first, params) for _, params in others)
 
 
 def test_a_slower_member_lets_newcomers_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1508,6 +1551,28 @@ def test_a_rendezvous_that_keeps_no_names_is_an_error() -> None:
             alone.meet(None)
     finally:
         alone.leave()
+
+
+@pytest.mark.parametrize(("missed", "least_s", "most_s"), [(["b"], 0.0, 0.6), ([], 1.2, 9.0)], ids=["broken", "silent"])
+def test_a_member_that_died_long_ago_is_not_waited_for(missed: list[str], least_s: float, most_s: float) -> None:
+    """It died between two exchanges, as with local steps: the first member has heard of it since."""
+    store = HashStore()
+    patience = Patience(beat_s=0.02, suspect_s=0.8, silent_s=1.2, look_s=0.02)
+    a, b = (Rendezvous(lambda: store, name, founders=2, patience=patience) for name in "ab")
+    try:
+        with ThreadPoolExecutor() as pool:
+            rosters = [each.result() for each in [pool.submit(its.meet, None) for its in (a, b)]]
+        assert rosters[0] == rosters[1]
+        if rosters[0].names[0] == "b":
+            a, b = b, a
+        b.leave()
+        time.sleep(1.0)
+        began = time.monotonic()
+        assert a.meet(rosters[0], [b.name] if missed else []).names == (a.name,)
+        assert least_s < time.monotonic() - began < most_s
+    finally:
+        a.leave()
+        b.leave()
 
 
 def test_a_name_is_taken_once() -> None:
