@@ -119,7 +119,7 @@ class Rendezvous:
     ):
         self.name, self.founders, self.patience = name, founders, patience or Patience()
         self._store, self._beats = _Steady(connect, self.patience.away_s), _Steady(connect, 0.0)
-        # Of the first member: who has died between two exchanges is known to be silent when the next one fails.
+        # Of the first two members: who has died between two exchanges is known to be silent when the next one fails.
         self._heard = _Silences(self._beats)
         self._token, self._strange = token, set[str]()  # keys of entries without the token
         if self._store.add(f"name/{name}", 1) > 1:
@@ -182,6 +182,8 @@ class Rendezvous:
                     self._now, self.copied = roster, None
                     self.is_awaited.clear()
                     self.is_over.clear()
+                if any(name not in roster.names for name in self._arrived(roster.epoch)[0]):
+                    self.is_awaited.set()
                 return roster
             before, missed = roster, ()  # this epoch was closed without this member: try the one after
             if last is not None:
@@ -340,7 +342,8 @@ class Rendezvous:
         if is_first:
             self._publish_again(now)
             self._answer()
-            for name in now.names[1:]:
+        if self.name in now.names[:2]:
+            for name in now.names:
                 self._heard.of(name)
         waits = self._arrived(now.epoch + 1, self._beats)[0] if self._beats.add(here(now.epoch + 1), 0) > 0 else []
         with self._lock:

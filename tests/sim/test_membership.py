@@ -540,6 +540,41 @@ def test_a_member_may_be_lost_while_the_network_is_measured(fuse: float, monkeyp
     assert steps == others == 12 and torch.equal(first, second)
 
 
+@pytest.mark.parametrize("is_lost_in_round", [True, False])
+def test_a_loss_does_not_keep_newcomers_out_for_another_round(is_lost_in_round: bool) -> None:
+    """If it is lost in the round that would have let them in, or after it and before the change."""
+    hub, entered = Hub(3), list[int]()
+
+    def work(members: Members) -> Tensor:
+        def before_step(optimizer: onebit.LocalSteps) -> None:
+            if optimizer.steps_taken() == 7:
+                await_newcomers(members, hub, 1)
+            if members.rendezvous.name == "c" and optimizer.steps_taken() == (7 if is_lost_in_round else 8):
+                members._now.die() if not is_lost_in_round else members._now.fuse.__setitem__(0, 1)
+
+        model = net()
+        optimizer = local(model, members)
+        begin(optimizer)
+        if members.rendezvous.name == "n":
+            entered.append(optimizer.steps_taken())
+        draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
+        while optimizer.steps_taken() < 16:
+            before_step(optimizer)
+            x = torch.randn(8, 12, generator=draw)
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.sync()
+        end(optimizer)
+        return parameters_of(model)
+
+    began = time.monotonic()
+    results = founded(hub, work, [INF, INF, INF]).joined_by("n").results
+    assert set(results) == {"a", "b", "n"} and entered == [8]
+    assert all(torch.equal(results["a"], params) for params in results.values())
+    assert time.monotonic() - began < 15.0
+
+
 @pytest.mark.parametrize("make", [adam, delayed, local, averaged])
 def test_the_others_do_not_wait_for_a_newcomers_warm_up(make: Make) -> None:
     hub, steps, last = Hub(2), [0], [INF]
@@ -584,7 +619,7 @@ def test_the_others_do_not_wait_for_a_newcomers_warm_up(make: Make) -> None:
 
 
 def test_a_slower_member_lets_newcomers_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds that another has ended the epoch, which is no loss: all had agreed."""
+    """The others wait for it before they leave the epoch: all had agreed."""
     hub, close = Hub(2), Rendezvous._close
     monkeypatch.setattr(Rendezvous, "_close", lambda its, *rest: None if its.name == "a" else close(its, *rest))
 
@@ -592,8 +627,8 @@ def test_a_slower_member_lets_newcomers_in(monkeypatch: pytest.MonkeyPatch) -> N
         def before_step(optimizer: onebit.LocalSteps) -> None:
             if optimizer.steps_taken() == 7:
                 await_newcomers(members, hub, 1)
-            while optimizer.steps_taken() == 8 and members.rendezvous.name == "b" and not members.is_over():
-                time.sleep(0.001)
+            if optimizer.steps_taken() == 8 and members.rendezvous.name == "b":
+                time.sleep(0.3)
 
         model, optimizer = trained(members, 16, local, before_step)
         optimizer.sync()
