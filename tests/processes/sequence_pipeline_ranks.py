@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from onebit import zero
 from onebit.comm import init
+from onebit.zero import grid as grids
 from onebit.zero.sequence.stages import Split
 from onebit.zero.sparse_attention import replace_attention
 
@@ -63,6 +65,8 @@ SLICED: dict[str, Case] = {
     "compressed": ("llama", 0, COMPRESSING, {}, {"tensor": 2, "compression": "always"}),
 }
 """The same with two ranks for each layer."""
+USUAL = ("llama, stage 3", "heads divided", "pieces divided")
+"""Of these. The others join what four ranks show, and test_sparse_engine.py and test_tensor.py do of slices."""
 RESUMING = ("llama, stage 1", "compressed")
 
 
@@ -182,6 +186,7 @@ def trained(case: Case) -> tuple[Any, dict[str, Any]]:
 
 def two_stages(folder: str) -> None:
     """Write what this rank finds to a file."""
+    grids.start = functools.cache(grids.start)  # engines of one layout share its groups
     world = init("gloo", levels=1)
     facts: dict[str, Any] = {}
     for name, its in CASES.items():
@@ -201,19 +206,27 @@ def two_stages(folder: str) -> None:
     torch.save(facts | {"refused": refused()}, f"{folder}/{world.rank}.pt")
 
 
-def two_sliced_stages(folder: str) -> None:
-    """Write what this rank finds to a file, and continue in another layout: sequences over four ranks, whole layers."""
+def two_sliced_stages(folder: str, names: Sequence[str]) -> None:
+    """Write what this rank finds of these cases to a file."""
+    grids.start = functools.cache(grids.start)  # engines of one layout share its groups
     world = init("gloo", levels=1)
-    facts = {name: trained(case)[1] for name, case in SLICED.items()}
+    facts = {name: trained(SLICED[name])[1] for name in names}
+    if names == list(USUAL):
+        facts |= sliced_elsewhere(folder)
+    torch.save(facts, f"{folder}/{world.rank}.pt")
+
+
+def sliced_elsewhere(folder: str) -> dict[str, Any]:
+    """A run that continues with sequences over four ranks and whole layers, and what is refused."""
     first, second = start(SLICED["llama, stage 3"]), start(CASES["llama, stage 1"], sequence=4)
     losses = train(first, RESUMED)
     first.save_checkpoint(f"{folder}/saved")
     second.load_checkpoint(f"{folder}/saved")
     losses += train(second, STEPS - RESUMED)
-    facts["llama, then whole layers"] = {"loss": losses, "weights": second.module_state_dict()}
     ids, engine = torch.ones(2, 6, dtype=torch.int64), start(SLICED["pieces divided"])
-    facts["odd pieces"] = error_of(ValueError, lambda: engine.train_batch(iter([(ids, ids)] * 2)))
-    torch.save(facts, f"{folder}/{world.rank}.pt")
+    odd = error_of(ValueError, lambda: engine.train_batch(iter([(ids, ids)] * 2)))
+    whole = {"loss": losses, "weights": second.module_state_dict()}
+    return {"llama, then whole layers": whole, "odd pieces": odd}
 
 
 def refused() -> dict[str, str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_torchrun
-from sequence_pipeline_ranks import CASES, ELSEWHERE, RESUMING, SLICED, alone, two_sliced_stages, two_stages
+from sequence_pipeline_ranks import CASES, ELSEWHERE, RESUMING, SLICED, USUAL, alone, two_sliced_stages, two_stages
 
 pytest.importorskip("transformers")
 
@@ -23,11 +25,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
+def run_of_eight(folder: Path, names: Sequence[str]) -> list[Rank]:
+    run_torchrun(8, two_sliced_stages, str(folder), list(names), timeout_s=250).check()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(8)]
+
+
 @pytest.fixture(scope="module")
 def eight(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
-    folder = tmp_path_factory.mktemp("sliced")
-    run_torchrun(8, two_sliced_stages, str(folder), timeout_s=250).check()
-    return [torch.load(folder / f"{rank}.pt") for rank in range(8)]
+    return run_of_eight(tmp_path_factory.mktemp("sliced"), USUAL)
 
 
 @pytest.mark.timeout(300)
@@ -37,9 +42,19 @@ def test_it_equals_one_process_with_the_same_global_batch(ranks: list[Rank], cas
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", [*SLICED, "llama, then whole layers"])
+@pytest.mark.parametrize("case", [*USUAL, "llama, then whole layers"])
 def test_with_two_ranks_for_each_layer_it_equals_one_process(eight: list[Rank], case: str) -> None:
     check(eight, case, SLICED[case][0] if case in SLICED else "llama")
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_with_two_ranks_for_each_layer_all_others_equal_one_process(tmp_path: Path) -> None:
+    others = [case for case in SLICED if case not in USUAL]
+    ranks = run_of_eight(tmp_path, others)
+    for case in others:
+        check(ranks, case, SLICED[case][0])
+        assert [rank[case]["data"] for rank in ranks] == [(0, 1)] * 8
 
 
 def check(ranks: list[Rank], case: str, kind: str) -> None:
@@ -63,7 +78,7 @@ def check(ranks: list[Rank], case: str, kind: str) -> None:
 
 def test_all_stages_of_all_ranks_of_a_sequence_read_the_same_data(ranks: list[Rank], eight: list[Rank]) -> None:
     assert [rank["layers"]["data"] for rank in ranks] == [(0, 1)] * 4
-    assert [rank["sparse"]["data"] for rank in eight] == [(0, 1)] * 8
+    assert [rank["heads divided"]["data"] for rank in eight] == [(0, 1)] * 8
 
 
 def test_evaluation_has_the_loss_of_whole_sequences(ranks: list[Rank]) -> None:
