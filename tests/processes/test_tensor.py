@@ -37,17 +37,14 @@ WORLDS: dict[tuple[int, int], list[str]] = {
         "low_precision",
         "one_bad_part_makes_all_skip",
     ],
-    # Every optimizer and every stage, each once; of micro-batches stage 1 adds up what stage 2 reduces one by one.
+    (4, 2): ["AdamW_1", "low_precision", "one_bad_part_makes_all_skip", "weights_leave_and_return"],
+    # One bit between replicas: each stage once; of micro-batches stage 1 adds up what stage 2 reduces one by one.
     (8, 2): [
-        "AdamW_1",
         "OnebitAdam_3",
         "OnebitLamb_2_gradient_clipping",
         "ZeroOneAdam_2_gradient_accumulation_steps",
         "OnebitAdam_1_gradient_accumulation_steps",
         "OnebitMuon_1",
-        "low_precision",
-        "one_bad_part_makes_all_skip",
-        "weights_leave_and_return",
     ],
 }
 STARTS = Starts(tensor_ranks.run_cases, WORLDS)
@@ -116,7 +113,7 @@ def test_it_trains_as_its_twin(ranks: int, shards: int, case: str) -> None:
 
 
 def test_the_twins_see_every_round() -> None:
-    adam, lamb, zero_one = (set(STARTS.results(8, 2, case)[0]["phases"]) for case in WORLDS[8, 2][1:4])
+    adam, lamb, zero_one = (set(STARTS.results(8, 2, case)[0]["phases"]) for case in WORLDS[8, 2][:3])
     assert adam == lamb == {"warmup", "compressed"}
     assert zero_one == {"variance", "compressed", "local"}
 
@@ -152,25 +149,26 @@ def test_layers_are_measured_over_their_parts(ranks: int, shards: int, case: str
 
 
 def test_activations_may_be_computed_again() -> None:
-    """And in the 8 ranks of `test_low_precision`, within FSDP2."""
+    """And among the shards of `test_low_precision`, within FSDP2."""
     for found in STARTS.results(2, 1, "computed_again"):
         assert torch.equal(found["again"], found["once"])
 
 
-@pytest.mark.parametrize("world", [(4, 1), (8, 2)])
+@pytest.mark.parametrize("world", [(4, 1), (4, 2)])
 def test_low_precision(world: tuple[int, int]) -> None:
     """Losses within 0.02 of the float32 twin's, parameters the same on all ranks."""
-    twins = twin_run("OnebitAdam", 2, world[1], "gradient_clipping")
+    ranks, shards = world
+    twins = twin_run("OnebitAdam", ranks // (2 * shards), shards, "gradient_clipping")
     ours = STARTS.results(*world, "low_precision")
-    for dtype in ("bf16", "fp16") if world[1] == 1 else ("fp16",):
+    for dtype in ("bf16", "fp16") if shards == 1 else ("fp16",):
         assert all(torch.equal(found[dtype]["params"], ours[0][dtype]["params"]) for found in ours)
-        for replica in range(2):
-            ranks = ours[replica * 2 * world[1] : (replica + 1) * 2 * world[1] : 2]
-            mean = torch.tensor([found[dtype]["loss"] for found in ranks]).mean(0)
-            torch.testing.assert_close(mean, torch.tensor(twins[replica]["loss"]), rtol=0, atol=0.02)
+        for replica, its in enumerate(twins):
+            ranks_of_it = ours[replica * 2 * shards : (replica + 1) * 2 * shards : 2]
+            mean = torch.tensor([found[dtype]["loss"] for found in ranks_of_it]).mean(0)
+            torch.testing.assert_close(mean, torch.tensor(its["loss"]), rtol=0, atol=0.02)
 
 
-@pytest.mark.parametrize("world", [(4, 1), (8, 2)])
+@pytest.mark.parametrize("world", [(4, 1), (4, 2)])
 def test_one_bad_part_makes_all_skip(world: tuple[int, int]) -> None:
     assert STARTS.results(*world, "one_bad_part_makes_all_skip") == [[(True, 1)] * 2] * world[0]
 
@@ -180,7 +178,7 @@ def test_what_tensor_ranks_hold_alike_is_voted_on() -> None:
         assert "tensor rank 1 holds other values than tensor rank 0 in parameter 8 of group 0 (and 0 more)" in said
 
 
-@pytest.mark.parametrize("world", [(2, 1), (8, 2)])
+@pytest.mark.parametrize("world", [(2, 1), (4, 2)])
 def test_weights_leave_and_return(world: tuple[int, int]) -> None:
     for found in STARTS.results(*world, "weights_leave_and_return"):
         assert found and all(found.values()), found
