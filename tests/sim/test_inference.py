@@ -435,9 +435,23 @@ def test_a_batch_of_unequal_prompts_is_each_alone(kind: str) -> None:
 
 @pytest.mark.slow
 @needs_transformers
-@pytest.mark.parametrize("keys", [{}, {"mp_size": 2}, {"pipeline_parallel": {"pp_size": 2}}, {"kernel_inject": True}])
-def test_rows_have_the_angles_of_their_own_length(keys: dict) -> None:
-    """LongRoPE has other angles beyond 12 tokens. Rows below, beyond and across that have transformers' own tokens."""
+@pytest.mark.parametrize(
+    ("keys", "backend"),
+    [
+        ({}, ""),
+        ({"mp_size": 2}, ""),
+        ({"pipeline_parallel": {"pp_size": 2}}, ""),
+        ({"kernel_inject": True}, "aot_eager"),
+        pytest.param({"kernel_inject": True}, "inductor", marks=pytest.mark.thorough),
+    ],
+)
+def test_rows_have_the_angles_of_their_own_length(keys: dict, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LongRoPE has other angles beyond 12 tokens. Rows below, beyond and across that have transformers' own tokens.
+
+    Which angles a compiled step takes is decided as it is traced, whatever the backend.
+    """
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compiled(f, backend=backend, fullgraph=True))
     model, asked = of_transformers("phi3 of two lengths"), prompts(3, 9, 11, 12, 13, 30)
     alone = [model.generate(prompt[None], max_new_tokens=12)[0] for prompt in asked]  # type: ignore[operator]
     padded = torch.stack([torch.cat([torch.zeros(13 - len(row), dtype=torch.int64), row]) for row in asked[1:5]])
