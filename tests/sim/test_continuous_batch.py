@@ -251,8 +251,8 @@ def test_ranks_follow_rank_0(ranks: int) -> None:
 
 @pytest.mark.slow
 @needs_transformers
-@pytest.mark.parametrize(("form", "ranks"), [("tp", 1), ("tp", 2), ("pp", 2), ("pp", 3)])
-def test_rows_on_both_sides_of_a_border_are_each_as_alone(form: str, ranks: int) -> None:
+@pytest.mark.parametrize(("form", "ranks", "seeds"), [("tp", 1, 3), ("tp", 2, 1), ("pp", 2, 1), ("pp", 3, 1)])
+def test_rows_on_both_sides_of_a_border_are_each_as_alone(form: str, ranks: int, seeds: int) -> None:
     """LongRoPE turns all keys of rows of more than 12 tokens by other angles: drawn schedules of rows that stay below,
     begin beyond or grow beyond it, which take beginnings of each other, and of which some are cancelled."""
     reference = init_inference(of_transformers("phi3 of two lengths"))
@@ -269,7 +269,7 @@ def test_rows_on_both_sides_of_a_border_are_each_as_alone(form: str, ranks: int)
         batch.close()
         return requests
 
-    requests = [request for seed in range(3) for request in run_ranks(ranks, partial(serve, seed=seed))[0]]
+    requests = [request for seed in range(seeds) for request in run_ranks(ranks, partial(serve, seed=seed))[0]]
     assert any(len(request.prompt) <= 12 < request.filled for request in requests)
 
 

@@ -43,8 +43,13 @@ def staged(model: nn.Module, transport: SimTransport, **keys: Any) -> InferenceE
 SAMPLED: dict[str, Any] = {"do_sample": True, "seed": 4, "temperature": 0.8, "top_k": 30}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("layers", "stages"), [(2, 2), (4, 3), (5, 2)])
+CUTS = ((2, 2), (4, 3), (5, 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "stages"),
+    [(kind, *CUTS[(k + n) % 3]) for k, kind in enumerate(KINDS) for n in range(3 if kind == "llama" else 1)],
+)
 def test_stages_give_the_logits_and_tokens_of_one_rank(kind: str, layers: int, stages: int) -> None:
     """Windows, grouped queries, experts, tied tables; layers that the stages divide and others. Greedy and drawn."""
     model, (short, text) = deep(kind, layers, is_tied=layers == 5), prompts(5, 21)
@@ -153,6 +158,7 @@ def batch_of(model: nn.Module, transport: SimTransport, **how: Any) -> Continuou
     return None
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3"])
 @pytest.mark.parametrize(("rows", "chunk"), [(1, 4), (3, 4), (8, 100)])
 @pytest.mark.parametrize("stages", [2, 3])
@@ -173,7 +179,7 @@ def test_requests_are_answered_as_alone(kind: str, rows: int, chunk: int, stages
     run_ranks(stages, serve)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(k, marks=pytest.mark.thorough) for k in range(3, 6))])
 def test_any_schedule_of_arrivals_and_cancels(seed: int) -> None:
     """As over one rank: drawn are arrivals, lengths, samples, shared beginnings, cancels and pauses."""
     draw, model = random.Random(seed), deep("llama", 4)

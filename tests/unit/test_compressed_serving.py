@@ -276,6 +276,7 @@ def answers(engine: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return engine(x, **named).logits, engine.generate(x[:, :3], max_new_tokens=5)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(
     ("form", "family"), [(form, each) for form, (*_, names) in OVER_RANKS.items() for each in names]
