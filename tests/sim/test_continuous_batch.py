@@ -224,27 +224,30 @@ def test_options_are_of_each_request(kind: str) -> None:
     assert same(answers(batch, requests), alone)
 
 
+def over_ranks(engine: InferenceEngine, asked: list[Tensor]) -> tuple[list[Tensor], list[Request]]:
+    """Answers on rank 0, which the others follow. The fourth request is cancelled while it waits for a row."""
+    batch = ContinuousBatch(engine, rows=2, chunk=8)
+    if engine.transport.rank != 0:
+        batch.follow()
+        return [], []
+    batch.step()  # nothing to do
+    requests = [batch.add(x, max_new_tokens=9) for x in asked]
+    batch.step()
+    batch.cancel(requests[3])
+    found = answers(batch, requests)
+    batch.close()
+    return found, requests
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_follow_rank_0(ranks: int) -> None:
     asked, engine = prompts(3, 20, 1, 9, 30), init_inference(gpt())
     asked += [torch.cat([asked[4], asked[0]]), torch.cat([asked[4][:25], asked[1]])]
 
-    def serve(transport: SimTransport) -> list[Tensor]:
-        served = init_inference(gpt(), mp_size=ranks, transport=transport)
-        batch = ContinuousBatch(served, rows=2, chunk=8)
-        if transport.rank != 0:
-            batch.follow()
-            return []
-        batch.step()  # nothing to do
-        requests = [batch.add(prompt, max_new_tokens=9) for prompt in asked]
-        batch.step()
-        batch.cancel(requests[3])
-        found = answers(batch, requests)
-        batch.close()
-        assert [request.reused for request in requests] == [0, 0, 0, 0, 0, 30, 25]
-        return found
-
-    found = run_ranks(ranks, serve)[0]
+    found, requests = run_ranks(
+        ranks, lambda transport: over_ranks(init_inference(gpt(), mp_size=ranks, transport=transport), asked)
+    )[0]
+    assert [request.reused for request in requests] == [0, 0, 0, 0, 0, 30, 25]
     alone = [engine.generate([prompt], max_new_tokens=9)[0] for prompt in asked]
     assert same(found[:3] + found[4:], alone[:3] + alone[4:]) and torch.equal(found[3], asked[3])
 

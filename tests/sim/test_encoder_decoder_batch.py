@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from family import same
-from test_continuous_batch import answers
+from test_continuous_batch import answers, over_ranks
 from test_encoder_decoders import OF_TEXT, model_of
 from torch import Tensor
 
@@ -171,17 +171,7 @@ def test_ranks_follow_rank_0(kind: str, dtype: str) -> None:
     def serve(transport: SimTransport) -> tuple[list[Tensor], list[Tensor]]:
         engine = served(kind, mp_size=2, transport=transport, dtype=dtype)
         alone = [engine.generate([x], max_new_tokens=9)[0] for x in inputs]
-        batch = ContinuousBatch(engine, rows=2, chunk=8)
-        if transport.rank != 0:
-            batch.follow()
-            return [], alone
-        batch.step()  # nothing to do
-        requests = [batch.add(x, max_new_tokens=9) for x in inputs]
-        batch.step()
-        batch.cancel(requests[3])
-        found = answers(batch, requests)
-        batch.close()
-        return found, alone
+        return over_ranks(engine, inputs)[0], alone
 
     found, alone = run_ranks(2, serve)[0]
     assert same(found[:3] + found[4:], alone[:3] + alone[4:]) and found[3].tolist() == [1]

@@ -41,35 +41,20 @@ def gpt2(**options: object) -> nn.Module:
     return build(transformers.GPT2LMHeadModel, config)
 
 
+SHAPE: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 48, "num_hidden_layers": 2}
+SHAPE |= {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+
+
 def bert(**options: object) -> nn.Module:
     transformers = library()
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        max_position_embeddings=48,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        **options,
-    )
+    config = transformers.BertConfig(**SHAPE, **options)
     return build(transformers.BertForMaskedLM, config)
 
 
 def llama(**options: object) -> nn.Module:
     """Grouped-query heads: 4 of queries, 2 of keys."""
     transformers = library()
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        max_position_embeddings=48,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        bos_token_id=0,
-        eos_token_id=0,
-        **options,
-    )
+    config = transformers.LlamaConfig(**SHAPE, num_key_value_heads=2, bos_token_id=0, eos_token_id=0, **options)
     return build(transformers.LlamaForCausalLM, config)
 
 
