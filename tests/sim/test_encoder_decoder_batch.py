@@ -61,17 +61,8 @@ def test_each_is_answered_as_by_transformers(kind: str, rows: int, chunk: int) -
 @pytest.mark.parametrize(
     "name",
     [
-        "mBART",
-        "M2M-100",
-        "Pegasus",
-        "Blenderbot",
-        "PLBART",
-        "Marian",
-        "T5, odd heads",
-        "mT5",
-        "UMT5",
-        "LongT5",
-        "Switch",
+        *("mBART", "M2M-100", "Pegasus", "Blenderbot", "PLBART", "Marian"),
+        *("T5, odd heads", "mT5", "UMT5", "LongT5", "Switch"),
     ],
 )
 def test_positions_are_those_of_each_row(name: str) -> None:

@@ -176,39 +176,24 @@ def equal(*runs: Joined) -> bool:
     return all(torch.equal(first, params) for params in others)
 
 
-@pytest.mark.parametrize(
-    ("make", "most"),
-    [
-        (adam, 0.12),
-        (delayed, 0.12),
-        (bf16, 0.12),
-        (lamb, 0.12),
-        (zero_one, 0.12),
-        (muon, 0.4),
-        (plain, 0.12),
-        (local, 0.72),
-        (partial(local, outer_lr=0.7, outer_momentum=0.9, error_decay=0.9), 0.54),
-        (partial(local, outer_lr=0.7, outer_momentum=0.9, codec=IdentityCodec()), 0.54),
-        (partial(local, codec=IdentityCodec()), 0.72),
-        (partial(local, fragments=3, delay=2, outer_momentum=0.5), 0.54),
-        (bf16_local, 0.72),
-    ],
-    ids=[
-        "adam",
-        "delayed",
-        "bf16",
-        "lamb",
-        "zero_one",
-        "muon",
-        "local",
-        "local, AdamW",
-        "local, momentum",
-        "local, in full with momentum",
-        "local, in full",
-        "local, fragments with a delay",
-        "local, bf16",
-    ],
-)
+COPIED: dict[str, tuple[Make, float]] = {
+    "adam": (adam, 0.12),
+    "delayed": (delayed, 0.12),
+    "bf16": (bf16, 0.12),
+    "lamb": (lamb, 0.12),
+    "zero_one": (zero_one, 0.12),
+    "muon": (muon, 0.4),
+    "local": (plain, 0.12),
+    "local, AdamW": (local, 0.72),
+    "local, momentum": (partial(local, outer_lr=0.7, outer_momentum=0.9, error_decay=0.9), 0.54),
+    "local, in full with momentum": (partial(local, outer_lr=0.7, outer_momentum=0.9, codec=IdentityCodec()), 0.54),
+    "local, in full": (partial(local, codec=IdentityCodec()), 0.72),
+    "local, fragments with a delay": (partial(local, fragments=3, delay=2, outer_momentum=0.5), 0.54),
+    "local, bf16": (bf16_local, 0.72),
+}
+
+
+@pytest.mark.parametrize(("make", "most"), COPIED.values(), ids=COPIED)
 def test_a_run_is_that_of_a_copy_at_the_change(make: Make, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps have followed the copy. most: the share of the state that is sent at the change."""
     with monkeypatch.context() as patch:
