@@ -430,10 +430,12 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             factor = self._factor_by(ballot, scale, bool(resending)) if self._estimates_norm else 1.0
             if not math.isfinite(factor):
                 return None
-        if resending or self._sent_factor > MOST_TOO_LARGE * factor:
-            self._sent_factor = factor
+        is_too_large = self._sent_factor > MOST_TOO_LARGE * factor
+        if resending or is_too_large:
+            if is_too_large:  # else with the same factor: the result is that of overlap=False
+                self._sent_factor = factor
             self._driver.resend()
-            self._launch_rest(scale * factor)
+            self._launch_rest(scale * self._sent_factor)
             arrived, is_good_here = self._wait_for_buckets(ballot)
         self._count_resent(resending)
         if not all_parts_agree(self.model_parallel_group, ballot, is_good_here, self.buckets.frozen.values()):

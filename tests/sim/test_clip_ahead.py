@@ -246,6 +246,25 @@ def test_gradients_that_change_after_they_were_sent_have_a_norm_of_their_own() -
     assert doubled is not None and math.sqrt(2.0) * plain < doubled < 2.001 * plain
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipped_gradients_that_change_after_they_were_sent_give_the_bits_of_no_overlap(kind: type) -> None:
+    def ours(transport: SimTransport, overlap: bool) -> tuple[list[Tensor], int]:
+        params = starting_point()
+        optimizer = new(kind, params, transport, 20.0, overlap=overlap)
+        for step in range(STEPS):
+            backward(params, step, transport.rank, 1.0)
+            if step % 4 == 3:
+                torch._foreach_mul_([p.grad for p in params], 0.9)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in params], optimizer.stats.resent_steps
+
+    resent, count = run_ranks(2, lambda transport: ours(transport, True))[0]
+    plain, none = run_ranks(2, lambda transport: ours(transport, False))[0]
+    assert count > none == 0
+    assert all(torch.equal(a, b) for a, b in zip(resent, plain, strict=True))
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 def test_what_a_step_is_clipped_by_is_remembered(delay: int) -> None:
     def ours(transport: SimTransport) -> tuple[float, float]:
