@@ -200,7 +200,9 @@ class ZeroOneRule(Rule):
         decision: Decision = yield Arrived(grads=grads, scale=scale)
         if decision.grads_nonfinite:
             grads = [None] * len(grads)
-        beta1, own = group["betas"][0], self._share_of_a_gradient(bucket) / self.placement.world_size
+        # With lr = 0 u would not hold what m gains, so no synchronisation would make m the same on all ranks again.
+        beta1 = group["betas"][0] if weight > 0.0 else 1.0
+        own = self._share_of_a_gradient(bucket) / self.placement.world_size
         weights = MomentumWeights(keep=beta1, add=1.0 - beta1, own=own, unscale=scale)
         is_masked = bucket.masks is not None
         moving = zip(bucket.local_values, decision.of(bucket), strict=True)
@@ -465,9 +467,8 @@ class ZeroOneAdam(CompressedOptimizer):
     (units that die and wake) would blow up. A g_i far beyond an old D counts in D (`normalised`). See
     `docs/differences.md`. Source: arXiv 2202.06009.
 
-    Weight decay (decoupled) acts in every step and is not part of u. A step with lr = 0 moves nothing; while every step
-    synchronises, its gradient is dropped. Between synchronisations the replicas differ: call `sync()` on all ranks
-    before evaluation.
+    Weight decay (decoupled) acts in every step and is not part of u. A step with lr = 0 moves nothing, and its gradient
+    is dropped. Between synchronisations the replicas differ: call `sync()` on all ranks before evaluation.
 
     State on each rank, bytes per parameter: m 4, v 4, worker error 4 (bf16: 2), server error 4/W; with
     local_step_clipper > 1 another 8 (u and the anchor). Sends per rank 2·(W-1)/W·(1 + 16/block) bits per parameter and

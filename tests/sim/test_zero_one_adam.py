@@ -158,6 +158,32 @@ def test_a_learning_rate_of_zero_moves_nothing_and_breaks_nothing(zero_at: int, 
     assert torch.equal(results[0], results[1]) and results[0].isfinite().all()
 
 
+@pytest.mark.parametrize("still", ["a group", "before sync()"])
+def test_gradients_of_local_steps_at_a_rate_of_zero_do_not_part_the_replicas(still: str) -> None:
+    def work(transport: SimTransport) -> Tensor:
+        net = model()
+        groups = [{"params": net[2:].parameters()}, {"params": net[0].parameters()}]
+        optimizer = onebit.ZeroOneAdam(
+            groups, lr=0.01, transport=transport, local_step_clipper=4, check_replicas_every=1, compression="always"
+        )
+        for step in range(40):
+            optimizer.param_groups[0]["lr"] = 0.01 * 0.5 ** (step // 8)
+            optimizer.param_groups[1]["lr"] = 0.0 if step < 30 else 0.01
+            if still == "before sync()":
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.0 if step in (20, 21) else 0.01
+            optimizer.zero_grad()
+            loss_of(net, step, transport.rank).backward()
+            optimizer.step()
+            if step == 21:
+                optimizer.sync()
+        optimizer.sync()
+        return flat(net)
+
+    results = run_ranks(2, work)
+    assert torch.equal(results[0], results[1])
+
+
 def test_weight_decay_is_no_part_of_what_is_sent() -> None:
     """With zero gradients parameters shrink by exactly the decay, local steps or not (the peer: up to 10.9 times)."""
 
