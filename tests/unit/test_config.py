@@ -279,6 +279,9 @@ def test_an_unknown_key_is_refused_with_the_nearest_one() -> None:
             with pytest.raises(ValueError, match=f'unknown key "{wrong}"; did you mean "') as error:
                 read_config(given, world_size=1)
             assert f"config: {where or 'top level'}: " in str(error.value)
+    for wrong, right in (("optimzer", "optimizer"), ("schedulr", "scheduler")):
+        with pytest.raises(ValueError, match=f'top level: unknown key "{wrong}"; did you mean "{right}"'):
+            small(**{wrong: {"type": "AdamW"}})
     with pytest.raises(ValueError, match='did you mean "stage3_prefetch_bucket_size"'):
         small(zero_optimization={"stage3_prefetch_bucketsize": 1})
     with pytest.raises(ValueError, match=r"known here: .*freeze_step"):

@@ -48,7 +48,8 @@ def read_block(cls: type[T], given: object, where: str, reading: Reading) -> T:
     data = read_object(given, where, reading)
     inert: Mapping[str, Inert] = getattr(cls, "inert", {})
     keys, blocks, named = keys_of(cls), blocks_of(cls), named_blocks_of(cls)  # type: ignore[arg-type]
-    refuse_unknown(data, [*keys, *blocks, *named, *inert], where, reading, cls)
+    apart: Iterable[str] = getattr(cls, "read_apart", ())
+    refuse_unknown(data, [*keys, *blocks, *named, *inert, *apart], where, reading, cls)
     values: dict[str, object] = {}
     for name, rule in keys.items():
         value = _read_key(data, name, rule, where, reading)

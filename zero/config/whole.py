@@ -94,6 +94,7 @@ class _TopLevel(Block):
     """Keys outside of blocks, as the file contains them."""
 
     inert: ClassVar[Mapping[str, Inert]] = TOP_LEVEL
+    read_apart: ClassVar[tuple[str, ...]] = ("optimizer", "scheduler")
 
     train_batch_size: int | None = key(None, INT, fill="train_batch_size", null=True, least=1)
     train_micro_batch_size_per_gpu: int | None = key(
@@ -318,7 +319,7 @@ def _make(config: object, world_size: int, ranks_per_batch: int | None, reading:
     if "stages" in reading.fills:
         data.setdefault("pipeline", {})  # which a list of layers need not have written
     optimizer = scheduler = None
-    optimizer_data, scheduler_data = data.pop("optimizer", None), data.pop("scheduler", None)
+    optimizer_data, scheduler_data = (data.pop(name, None) for name in _TopLevel.read_apart)
     if optimizer_data is not None:
         optimizer = read_optimizer(optimizer_data, reading)
     if scheduler_data is not None:
