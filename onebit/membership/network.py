@@ -123,8 +123,9 @@ def serve(port: int) -> dist.TCPStore:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port". Raises ValueError."""
+    """Host and port of "host:port" or, as in addresses of the web, "[host]:port". Raises ValueError."""
     host, _, port = address.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f'address must be "host:port" of `onebit rendezvous`, got {address!r}')
     return host, int(port)

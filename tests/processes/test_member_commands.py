@@ -167,6 +167,15 @@ def test_the_address_is_an_argument_or_comes_from_the_environment(monkeypatch: p
         membership.connect("127.0.0.1:1")
 
 
+@pytest.mark.parametrize("form", ["{}:{}", "[{}]:{}"])
+def test_an_address_of_ipv6_is_reached_in_both_spellings(form: str) -> None:
+    store = network.serve(0)
+    network.reach(*network.parse_address(form.format("::1", store.port))).set("here", "yes")
+    assert store.get("here") == b"yes"
+    with pytest.raises(ValueError, match="address must be"):
+        network.parse_address("[]:29500")
+
+
 # ---------------------------------------------------------------- onebit status
 
 
