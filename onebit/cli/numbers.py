@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 
 from .cluster import parse_rate
@@ -19,7 +20,7 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 def number(text: str) -> float:
     """For argparse: "340m", "1.5b", "1.5e9"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmgb]?)", text.lower())
-    if match is None or not (value := float(match[1]) * _UNITS[match[2]]) >= 1:
+    if match is None or not 1 <= (value := float(match[1]) * _UNITS[match[2]]) < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number of parameters such as 340m or 1.5e9, got {text!r}")
     return value
 

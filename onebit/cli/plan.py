@@ -19,7 +19,7 @@ from ..zero.sequence.plan import CODECS as SEQUENCE_CODECS
 from ..zero.sequence.plan import SequenceRun
 from ..zero.sequence.plan import chosen as chosen_layout
 from ..zero.sequence.plan import plans as sequence_plans
-from .numbers import number, rate
+from .numbers import number, rate, seconds
 from .output import Screen, Table, write_json
 
 _HEADINGS = (
@@ -279,8 +279,8 @@ def _parser() -> argparse.ArgumentParser:
         "optimizer's)")  # fmt: skip
     add("--steps", type=int, default=1000, help="steps of the run, over which bits are averaged (default: 1000)")
     add("--local-steps", type=int, default=32, metavar="H", help="steps between two rounds of LocalSteps (default: 32)")
-    add("--compute", type=float, default=0.0, metavar="SECONDS", help="seconds of a step without traffic, which hide a "
-        "part of the traffic (default: 0)")  # fmt: skip
+    add("--compute", type=seconds, default=0.0, metavar="SECONDS", help="seconds of a step without traffic, which hide "
+        "a part of the traffic (default: 0)")  # fmt: skip
     add("--serve", type=shape, metavar="LAYERSxWIDTH", help="plan init_inference instead: the cost of a token")
     add("--rows", type=int, default=1, help="with --serve: prompts answered at once (default: 1)")
     add("--memory", type=float, default=20.0, metavar="GB/s", help="with --serve: bandwidth of memory (default: 20)")

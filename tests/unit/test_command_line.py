@@ -115,6 +115,13 @@ def test_other_texts_are_refused(read: object) -> None:
             read(text)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("words", [["--params", "1e400"], ["--params", "1m", "--compute", "nan"]])
+def test_a_plan_refuses_numbers_that_are_not_finite(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--hosts", "2", *words])
+    assert f"argument {words[-2]}: expected" in capsys.readouterr().err
+
+
 def test_models_by_name() -> None:
     assert model_size("GPT2-medium") == MODELS["gpt2-medium"] == 355e6
 
