@@ -98,13 +98,17 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return self._norm
 
     def step(self, closure: Any = None) -> None:
-        is_step, before = self.gradient_state.sync_gradients, int(self.optimizer.steps[0])
+        is_step, before = self.gradient_state.sync_gradients, self._steps_sent()
         super().step(closure)
         if is_step:
-            self._is_overflow = int(self.optimizer.steps[0]) == before
+            self._is_overflow = self._steps_sent() == before
             if self._norm is not None:
                 self._norm.fill_(math.nan if self.stats.grad_norm is None else self.stats.grad_norm)
                 self._norm = None
+
+    def _steps_sent(self) -> int:
+        """Steps taken, and the one under way (`delay=1`): the next step tells whether all skip that one."""
+        return self.optimizer.steps_taken() + (self.optimizer.step_under_way is not None)
 
     def state_dict(self) -> State:
         """This rank's optimizer state, with the mark of this save."""

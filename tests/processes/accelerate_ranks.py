@@ -8,6 +8,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import accelerate
@@ -76,10 +77,12 @@ def fresh_state() -> Iterator[None]:
 class Loop:
     """The loop that accelerate's users write."""
 
-    def __init__(self, name: str = "OnebitAdam", accumulate: int = 2, max_norm: float = 0.5, **options: object):
+    def __init__(
+        self, name: str = "OnebitAdam", accumulate: int = 2, max_norm: float = 0.5, delay: int = 0, **options: object
+    ):
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, **options)
         self.max_norm, model = max_norm, net()
-        self.inner = optimizer_of(model, name)
+        self.inner = optimizer_of(model, name, delay=delay)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(self.inner, 0.99)
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
             model, self.inner, loader(), scheduler
@@ -179,9 +182,9 @@ def resumed(name: str) -> Callable[[Path], dict]:
     return case
 
 
-def skipped(folder: Path) -> dict:
+def skipped(folder: Path, delay: int = 0) -> dict:
     """A gradient that is no number on rank 1: all skip, and so does the schedule."""
-    loop, rates = Loop(accumulate=1), []
+    loop, rates, spoil = Loop(accumulate=1, delay=delay), [], 6 if delay else 3
     step = loop.scheduler.step
 
     def and_note() -> None:
@@ -189,8 +192,8 @@ def skipped(folder: Path) -> dict:
         rates.append((loop.accelerator.optimizer_step_was_skipped, loop.scheduler.get_last_lr()[0]))
 
     loop.scheduler.step = and_note
-    loop.train(spoil=3)
-    return {"rates": rates, "norm": loop.norms[3][1]}
+    loop.train(spoil=spoil)
+    return {"rates": rates, "norm": loop.norms[spoil][1]}
 
 
 def save_for_one_rank(folder: Path) -> dict:
@@ -361,6 +364,7 @@ RIGHT: dict[str, Callable[[Path], object]] = {
     "overlap": overlap,
     **{f"resumed {name}": resumed(name) for name in KINDS},
     "skipped": skipped,
+    "skipped, delayed": partial(skipped, delay=1),
     "another world": save_for_one_rank,
     "clipped by hand": clipped_by_hand,
     "unprepared optimizer": unprepared_optimizer,

@@ -67,11 +67,13 @@ def test_a_checkpoint_has_every_ranks_state_and_goes_on_to_the_bit(said: list[di
         assert not [file for file in found["files"] if file.startswith(".")]
 
 
-def test_a_step_that_all_skip_is_skipped_by_the_schedule(said: list[dict]) -> None:
-    for found in (rank["skipped"] for rank in said):
+@pytest.mark.parametrize(("case", "known_at"), [("skipped", 3), ("skipped, delayed", 6)])
+def test_a_step_that_all_skip_is_skipped_by_the_schedule(said: list[dict], case: str, known_at: int) -> None:
+    """And no other: the first step under a delay has not landed when it ends."""
+    for found in (rank[case] for rank in said):
         flags, rates = zip(*found["rates"], strict=True)
-        assert [k for k, was_skipped in enumerate(flags) if was_skipped] == [3]
-        assert rates[3] == rates[2] and all(rates[k] < rates[k - 1] for k in range(1, 12) if k != 3)
+        assert [k for k, was_skipped in enumerate(flags) if was_skipped] == [known_at]
+        assert all((rates[k] < rates[k - 1]) == (k != known_at) for k in range(1, 12))
         assert math.isnan(found["norm"])
 
 
