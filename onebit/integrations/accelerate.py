@@ -61,6 +61,8 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """The framework's file from which the state in `load_state_dict` comes: set it around the call."""
         self._run = rank_files.new_run(optimizer.transport)
         self._constructed_norm = optimizer.max_grad_norm
+        self._clips_to: float | None = None  # the norm that the last call of `clip_to` asked for
+        self._is_asked = False  # whether it was asked for the step under way
         self._norm: Tensor | None = None
 
     @property
@@ -88,7 +90,8 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, got {max_norm}; to clip nothing, leave the call out")
         if math.isfinite(max_norm):
-            self.optimizer.max_grad_norm = float(max_norm)
+            self._clips_to = self.optimizer.max_grad_norm = float(max_norm)
+            self._is_asked = True
         return self.norm()
 
     def norm(self) -> Tensor:
@@ -99,8 +102,12 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def step(self, closure: Any = None) -> None:
         is_step, before = self.gradient_state.sync_gradients, self._steps_sent()
+        # Not after the step for which it was asked: buckets of the next one leave during backward, by its clip factor.
+        if is_step and not self._is_asked and self.optimizer.max_grad_norm == self._clips_to:
+            self.optimizer.max_grad_norm = self._constructed_norm
         super().step(closure)
         if is_step:
+            self._is_asked = False
             self._is_overflow = self._steps_sent() == before
             if self._norm is not None:
                 self._norm.fill_(math.nan if self.stats.grad_norm is None else self.stats.grad_norm)

@@ -196,6 +196,21 @@ def skipped(folder: Path, delay: int = 0) -> dict:
     return {"rates": rates, "norm": loop.norms[spoil][1]}
 
 
+def clipped_now_and_then(folder: Path) -> list[bool]:
+    """Whether each step was clipped, of which the even ones ask for it."""
+    accelerator, model = Accelerator(cpu=True), net()
+    model, optimizer, batches_ = accelerator.prepare(model, optimizer_of(model), loader())
+    were_clipped = []
+    for k, (x, y) in enumerate(batches_):
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        if k % 2 == 0:
+            accelerator.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        were_clipped.append(optimizer.stats.clip_factor < 1.0)
+    return were_clipped
+
+
 def save_for_one_rank(folder: Path) -> dict:
     """A checkpoint that a world of another size takes up; see `load_in_other_world`."""
     loop = Loop(accumulate=1)
@@ -366,6 +381,7 @@ RIGHT: dict[str, Callable[[Path], object]] = {
     "skipped": skipped,
     "skipped, delayed": partial(skipped, delay=1),
     "another world": save_for_one_rank,
+    "clipped now and then": clipped_now_and_then,
     "clipped by hand": clipped_by_hand,
     "unprepared optimizer": unprepared_optimizer,
 }

@@ -85,6 +85,11 @@ def test_another_world_takes_up_what_was_owed(said: list[dict], folder: Path) ->
     assert found["steps"] == 12 + 12 and math.isfinite(found["norm"])
 
 
+def test_a_step_is_clipped_if_it_was_asked_for(said: list[dict]) -> None:
+    """In the warm-up and after it."""
+    assert all(rank["clipped now and then"] == [True, False] * 6 for rank in said)
+
+
 def test_clipping_by_hand_clips_each_ranks_own_gradient_as_written(said: list[dict]) -> None:
     for found in (rank["clipped by hand"] for rank in said):
         assert found["same"] and found["resent"] == [3, 0]
