@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -82,6 +83,7 @@ class Guard:
             for module in engine.module.modules():
                 show = _StateDict(module, self._rank, is_stage=is_stage and module is engine.module)
                 module.state_dict = show  # type: ignore[method-assign, assignment]
+                module.register_load_state_dict_pre_hook(partial(_refuse_whole, self._rank))
 
     @property
     def _rank(self) -> int:
@@ -246,6 +248,19 @@ class _StateDict:
 
     def __reduce__(self) -> NoReturn:
         raise self._refusal("parts of the weights")
+
+
+def _refuse_whole(rank: int, module: nn.Module, given: Mapping[str, object], prefix: str, *_: object) -> None:
+    """Before load_state_dict() writes anything: raise RuntimeError if a tensor is whole of which this rank has a part.
+
+    torch's own error does not name the remedy, and comes after parameters that are whole here have been written.
+    """
+    for name, p in module.named_parameters():
+        if _is_part(p) and not hasattr(given.get(prefix + name, p), "placements"):
+            raise RuntimeError(
+                f"rank {rank}: load_state_dict() got all of {prefix + name}, of which this rank has a part; call "
+                "engine.load_module_state_dict(weights) on every rank. Nothing was loaded"
+            )
 
 
 def _is_part(x: object) -> bool:

@@ -170,3 +170,20 @@ def half_saved(folder: str, config: dict, shards: int, tensor: int = 1) -> list[
     found.append("" if len(sharded) == len(expected) else "torch's own is refused")
     grid.close()
     return found
+
+
+def loaded_past_the_engine(config: dict, shards: int) -> tuple[str, bool, bool]:
+    """The error of loading whole weights into the model, whether it left them alone, and whether the engine loads."""
+    grid, net = grids.start(shard=shards, timeout_s=15), Net()
+    engine = zero.initialize(model=net, config=config, grid=grid)[0]
+    before = engine.module_state_dict()
+    ones, error = {name: torch.ones_like(x) for name, x in before.items()}, ""
+    try:
+        net.load_state_dict(ones)
+    except RuntimeError as refusal:
+        error = str(refusal)
+    is_as_before = all(torch.equal(x, before[name]) for name, x in engine.module_state_dict().items())
+    engine.load_module_state_dict(ones)
+    is_loaded = all(torch.equal(x, ones[name]) for name, x in engine.module_state_dict().items())
+    grid.close()
+    return error, is_as_before, is_loaded

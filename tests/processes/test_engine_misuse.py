@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from misuse_ranks import alone, config_of, empty_batches, half_saved, unlike_models
+from misuse_ranks import alone, config_of, empty_batches, half_saved, loaded_past_the_engine, unlike_models
 from ranks import run_torchrun
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -69,6 +69,16 @@ def test_a_call_that_one_rank_makes_alone_is_named(call: str, name: str, stage: 
     assert f"Every rank must call {call}: rank 0 did" in text and "rank 1" in text, ended.output
     assert "rank 0" in other.removeprefix("rank 1"), ended.output
     assert "network interface" not in text and float(seconds) < 20
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_weights_are_loaded_or_refused_before_anything_is_written(stage: int) -> None:
+    error, is_as_before, is_loaded = (
+        run_torchrun(2, loaded_past_the_engine, config_of("AdamW", stage), 2, timeout_s=50).check().results[1]
+    )
+    if stage == 3:
+        assert "rank 1: load_state_dict() got all of" in error and "engine.load_module_state_dict" in error
+    assert (error != "") == is_as_before == (stage == 3) and is_loaded
 
 
 @pytest.mark.stranger("wrong without a word", "7: torch.save(engine.module.state_dict()) on rank 0 writes its shard")
