@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 import socket
 import sys
@@ -18,7 +20,9 @@ import ranks
 
 from onebit.cli import UserError
 from onebit.cli import main as onebit_command
+from onebit.cli.serve.command import _load, _parse
 from onebit.cli.serve.command import main as serve
+from onebit.cli.serve.text import Text
 from onebit.zero import init_inference
 
 for needed in ("fastapi", "transformers"):
@@ -162,6 +166,18 @@ def test_a_model_that_encodes_speech_is_refused_by_name(tmp_path: Path) -> None:
     byte_llama.tokenizer_of_bytes().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="cannot be served: WhisperForConditionalGeneration encodes input_features"):
         serve([str(tmp_path), "--port", str(ranks.free_port())])
+
+
+def test_pieces_are_whole_if_the_tokenizer_cleans_up_spaces(model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    asks = ("clean_up_tokenization_spaces", "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | dict.fromkeys(asks, True)))
+    about, _ = _load(_parse([str(folder)]), None)
+    said = "I do n't know , it ' s . Yes"
+    tokens, text = about.encode(said), Text(about.decode)
+    pieces = [text.piece(tokens[:n], is_last=n == len(tokens)) for n in range(1, len(tokens) + 1)]
+    assert "".join(pieces) == about.decode(tokens) == said
 
 
 def test_what_is_refused(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

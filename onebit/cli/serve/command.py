@@ -163,11 +163,15 @@ def _load(args: argparse.Namespace, transport: comm.Transport | None) -> tuple[S
     def chat(messages: list[dict[str, str]]) -> list[int]:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
+    def decode(tokens: list[int]) -> str:
+        # Without the clean-up that some tokenizers ask for: it takes back spaces that an earlier piece has shown.
+        return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
     served = Served(
         name=args.name or re.split(r"[\\/]", args.model.rstrip("\\/"))[-1],
         slots=engine.slots,
         encode=lambda text: list(tokenizer(text)["input_ids"]),
-        decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
+        decode=decode,
         chat=chat if tokenizer.chat_template else None,
     )
     return served, engine
