@@ -527,7 +527,8 @@ def test_streams_that_take_turns_are_each_alone() -> None:
 
 
 OPTIONS: list[dict[str, object]] = [
-    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 1.8, "use_cache": True},
+    {"use_cache": False},
     {"bad_words_ids": [[5], [7, 9]], "no_repeat_ngram_size": 2},
     {"eos_token_id": 77, "min_new_tokens": 8, "exponential_decay_length_penalty": (3, 1.9)},
     {"eos_token_id": [3, 4], "forced_eos_token_id": 7, "suppress_tokens": [1, 2], "begin_suppress_tokens": [8]},

@@ -306,6 +306,7 @@ def transformers_start(
             "says how long answers are"
         )
     given |= {"eos_token_id": ends_of(model, options) or None, "pad_token_id": pad_of(model, options)}
+    given["use_cache"] = False  # scripts ask for one; the tokens are the same, and no step follows that would fill it
     for name, remedy in _ELSEWHERE.items():
         asked = given.get(name, getattr(model.generation_config, name, None))
         if asked and (asked is True or asked != 1):  # the number 1 is the neutral value
@@ -323,9 +324,7 @@ def transformers_start(
         raise _Left
 
     with contextlib.suppress(_Left):
-        generate(
-            model, inputs, custom_generate=take, attention_mask=mask, max_new_tokens=most, use_cache=False, **given
-        )
+        generate(model, inputs, custom_generate=take, attention_mask=mask, max_new_tokens=most, **given)
     config, rules = found["generation_config"], found["logits_processor"]
     if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample"):
         raise ValueError(
