@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import onebit
 from onebit.comm import SimTransport
+from onebit.zero import Engine, init_inference, read_checkpoint_weights
 
 # At least one for each class that defines step().
 MAKERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -94,3 +96,48 @@ def test_a_compiled_function_may_drive_the_engine(stage: int) -> None:
         return torch.cat([p.detach().view(-1) for p in net.parameters()])
 
     assert torch.equal(weights(True), weights(False))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_checkpoints_of_a_compiled_model_are_those_of_the_model(offload: str, tmp_path: Path) -> None:
+    """It goes on compiled or not, to the bit; its weights have the model's names, and are served."""
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": offload}},
+    }
+
+    def engine_of(is_compiled: bool) -> Engine:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 4))
+        net[0].bias.requires_grad_(False)
+        model = torch.compile(net, backend="aot_eager") if is_compiled else net
+        return onebit.zero.initialize(model=model, config=config)[0]
+
+    def train(engine: Engine, steps: range) -> dict[str, Tensor]:
+        for k in steps:
+            engine.backward(engine(torch.randn(8, 12, generator=torch.Generator().manual_seed(k))).square().mean())
+            engine.step()
+        return engine.module_state_dict()
+
+    first = engine_of(True)
+    saved = train(first, range(3))
+    first.save_checkpoint(str(tmp_path))
+    whole = train(first, range(3, 6))
+    for is_compiled in (True, False):
+        other = engine_of(is_compiled)
+        other.load_checkpoint(str(tmp_path))
+        again = train(other, range(3, 6))
+        assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
+        other.load_module_state_dict(saved)
+        other.close()
+    first.close()
+    plain = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 4))
+    assert whole.keys() == read_checkpoint_weights(tmp_path).keys() == plain.state_dict().keys()
+    x = torch.randn(2, 12)
+    plain.load_state_dict(saved)
+    served = init_inference(plain, checkpoint=str(tmp_path), dtype="fp32")
+    torch.testing.assert_close(served(x), plain(x).detach(), rtol=1e-5, atol=1e-6)

@@ -27,6 +27,7 @@ from ..precision import LossScale
 from . import reshard
 from .files import Checkpoints, Loaded
 from .reshard import CopyPlan, ParamSlice
+from .weights import plain
 
 log = logging.getLogger(__name__)
 
@@ -295,12 +296,12 @@ def _state(engine: Saved) -> tuple[dict[str, Tensor], StateDict]:
 
 
 def _weights(engine: Saved) -> dict[str, Tensor]:
-    return {f"model.{name}": x for name, x in engine.form.weights().items()}
+    return {f"model.{plain(name)}": x for name, x in engine.form.weights().items()}
 
 
 def _frozen(engine: Saved) -> set[str]:
     named = engine.module.named_parameters(remove_duplicate=False)
-    return {f"model.{name}" for name, p in named if not p.requires_grad}
+    return {f"model.{plain(name)}" for name, p in named if not p.requires_grad}
 
 
 def _load_own(engine: Saved, loaded: Loaded) -> None:

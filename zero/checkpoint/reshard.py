@@ -26,6 +26,7 @@ from ...model_parallel import local
 from ...optimizer import CompressedOptimizer
 from ..grid import GridShape
 from ..parallel.stacked import stack_of, unstacked
+from .weights import plain
 
 Index = tuple[slice, ...]
 Sizes = tuple[int, ...]
@@ -103,7 +104,8 @@ def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[ParamS
 
     A parameter outside of the model has no name. Raises ValueError if a shard is not one slice.
     """
-    names: dict[Tensor, str] = {p: name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    named = reversed(list(model.named_parameters(remove_duplicate=False)))
+    names: dict[Tensor, str] = {p: plain(name) for name, p in named}
     return [_piece(names.get(p, ""), p) for group in optimizer.param_groups for p in group["params"]]
 
 

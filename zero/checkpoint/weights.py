@@ -30,6 +30,11 @@ def _once(whole: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.contiguous() for name, x in whole.items() if name in kept or x.numel() == 0}
 
 
+def plain(name: str) -> str:
+    """A parameter's name in the model that torch.compile has wrapped, as torch's own checkpoints have it."""
+    return name.replace("_orig_mod.", "")
+
+
 def tied(model: nn.Module) -> dict[str, str]:
     """Names of parameters that have another, earlier name: later -> first."""
     first: dict[int, str] = {}

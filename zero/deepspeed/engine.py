@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from ...comm.messages import gather_texts
 from ...model_parallel import gathered
+from ..checkpoint.weights import plain
 from ..compression.scheduler import CompressionScheduler
 from ..config.reader import nearest, write_block
 from ..config.sections import OffloadOptimizer, OffloadParam
@@ -721,7 +722,7 @@ class DeepSpeedEngine(Engine):
         whole = {} if destination is None else destination
         for name, x in self.form.weights().items():
             if not (exclude_frozen_parameters and name in frozen):
-                whole[prefix + name] = gathered(x).detach().to("cpu", copy=True)
+                whole[prefix + plain(name)] = gathered(x).detach().to("cpu", copy=True)
         return whole
 
     @every_rank
