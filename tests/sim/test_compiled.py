@@ -136,7 +136,7 @@ def test_checkpoints_of_a_compiled_model_are_those_of_the_model(offload: str, tm
         other.close()
     first.close()
     plain = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 4))
-    assert whole.keys() == read_checkpoint_weights(tmp_path).keys() == plain.state_dict().keys()
+    assert whole.keys() == read_checkpoint_weights(str(tmp_path)).keys() == plain.state_dict().keys()
     x = torch.randn(2, 12)
     plain.load_state_dict(saved)
     served = init_inference(plain, checkpoint=str(tmp_path), dtype="fp32")

@@ -23,7 +23,7 @@ from .weights import read_weights
 INDEX = "model.safetensors.index.json"
 
 
-def read_checkpoint_weights(source: Path, tag: str | None = None) -> dict[str, Tensor]:
+def read_checkpoint_weights(source: str | Path, tag: str | None = None) -> dict[str, Tensor]:
     """Read complete weights, by their names in the model. Each rank that calls it reads all of them; no communication.
 
     Args:
@@ -36,6 +36,7 @@ def read_checkpoint_weights(source: Path, tag: str | None = None) -> dict[str, T
     Raises:
         CheckpointError: There are none, or they are damaged.
     """
+    source = Path(source)
     if source.is_file():
         return _read_safetensors(source)
     folder = checkpoint_in(source, tag)
