@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .agreement import replicas
-from .agreement.replicas import ReplicaCheck
+from .agreement.replicas import ReplicaCheck, ReplicaError
 from .agreement.skips import MOST_SKIPS, SkipLimit
 from .agreement.step_vote import Header, StepVote, cast_votes, present_anywhere
 from .comm import PeerError, Transport
@@ -235,8 +236,8 @@ class AveragedSteps(Wrapped):
             tensors += [local(x) for _, x in entry]
             names += [f"{name} of parameter {k}" for name, _ in entry]
         try:
-            replicas.check_replicas(self.transport, tensors, names, self._steps)
-            self.model_parallel_group.agree(True)  # the ranks of a member leave it together
+            check = partial(replicas.check_replicas, self.transport, tensors, names, self._steps)
+            self.model_parallel_group.raise_on_all_ranks(ReplicaError, check)
         except PeerError as error:
             self._lost = self._members.note_lost("check_replicas()", error)
 

@@ -128,6 +128,7 @@ class Guard:
     def forget(self) -> None:
         """Forget schedule and gradients, after gradients were dropped or a checkpoint was loaded."""
         self._epoch, self._marks, self._sample = None, {}, None
+        self._micro_batches, self.has_run = 0, False
         self._passes = self._engine.sharding.passes
 
     # ---------------------------------------------------------------- gradients

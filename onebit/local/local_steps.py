@@ -19,12 +19,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from .. import comm
-from ..agreement.replicas import ReplicaCheck
+from ..agreement.replicas import ReplicaCheck, ReplicaError
 from ..agreement.skips import MOST_SKIPS, SkipLimit
 from ..comm import Codec, PeerError, SignCodec, Transport
 from ..comm.transports.notes import calling
@@ -271,6 +272,8 @@ class LocalSteps(Wrapped):
             self.traffic.waited.total_s += 1e-3 * self._averager.finish()
         if not self._edit:
             self._take_inner_step()
+        else:
+            self.model_parallel_group.agree(False)  # the other ranks of this replica ask in theirs: none moves
         self.steps += 1 if self.balance is None else self.balance.count_step()
         for fragment in self.fragments if self.counts_steps else ():
             fragment.tokens += 1.0
@@ -446,8 +449,8 @@ class LocalSteps(Wrapped):
         """
         try:
             with self.traffic.waited.running():
-                self.replica.check_anchors(self.steps)
-            self._stay_together()
+                check = partial(self.replica.check_anchors, self.steps)
+                self.model_parallel_group.raise_on_all_ranks(ReplicaError, check)
         except PeerError as error:
             if self._members is None:
                 raise
@@ -474,22 +477,18 @@ class LocalSteps(Wrapped):
             )
         if self._lost is not None:
             return self._change(self._lost)
-        is_due = self._newcomers_are_due()
+        roster, are_few = self._members.roster, self._members.world_size < self._members.rendezvous.min_members
         try:
-            if self._members.is_over() and not is_due:  # others have lost a member in the last round, and wait
+            # Others have lost a member in the last round, and wait.
+            if self._members.is_over() and not (self._change_is_due or are_few):
                 raise PeerError("another member has ended the epoch")
-            self._change_is_due = self._members.is_due(is_due)
+            self._change_is_due = self._members.is_due(self._change_is_due)
         except PeerError as error:
             return self._change(error)
-        if self._change_is_due:
-            self._land_all()  # or what is under way would be forgotten; a loss in it ends in a change, too
-            if self._newcomers_are_due():
+        if self._change_is_due or are_few:
+            self._land_all()  # or what is under way would be forgotten
+            if self._members.roster is roster:  # else a loss in it has ended in a change
                 self._change(None)
-
-    def _newcomers_are_due(self) -> bool:
-        """Whether newcomers are to be let in before this step: all have agreed, or a loss has left too few members."""
-        assert self._members is not None
-        return self._change_is_due or self._members.world_size < self._members.rendezvous.min_members
 
     def _stay_together(self) -> None:
         """Raise PeerError if another rank of this member has lost the epoch: none of them goes on to compute alone."""
@@ -508,11 +507,11 @@ class LocalSteps(Wrapped):
 
     def _change(self, why: PeerError | None) -> None:
         assert self._members is not None
-        self._change_is_due, self._lost = False, None
+        is_agreed, self._change_is_due, self._lost = self._change_is_due, False, None
         # After a loss, what members call next differs: some are in sync(), say. A newcomer calls step(), so it comes in
         # before the next one, also if it is needed.
-        found = change(self, self._members, why, lets_in=why is None)
-        self._change_is_due |= why is not None and found.awaited
+        found = change(self, self._members, why, lets_in=why is None, meets=is_agreed)
+        self._change_is_due |= found.awaited
         if found.is_back:  # its gradients are of parameters that are gone
             self.zero_grad()
 

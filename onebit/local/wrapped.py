@@ -144,7 +144,7 @@ def with_shards(inner: torch.optim.Optimizer, state: State) -> State:
     entries = {number: dict(entry) for number, entry in state["state"].items()}
     for number, name in state["shards"]:
         entries[number][name] = like(params[number], entries[number][name])
-    return {"state": entries, "param_groups": state["param_groups"]}
+    return {**{key: value for key, value in state.items() if key != "shards"}, "state": entries}
 
 
 def kept_by_decay(inner: torch.optim.Optimizer, group: Group) -> float:

@@ -129,7 +129,7 @@ class Change:
             their next step. Default False.
         lost: Names of the members that are gone. Default ().
         joined: Names of the members that are new. Default ().
-        awaited: Whether newcomers were left out of it, as all members know. Default False.
+        awaited: Whether newcomers were left out of it, as all members know, who are at one point. Default False.
         gone: Residuals that lost members took with them. Default: none.
         seconds: Duration of the change. Default 0.
     """
@@ -214,7 +214,9 @@ def end(optimizer: Changing) -> None:
 
 @torch.no_grad()
 @outside_calls()  # members come to it from different calls: one may be in sync(), and another in the step before
-def change(optimizer: Changing, members: Members, why: PeerError | None, *, lets_in: bool = True) -> Change:
+def change(
+    optimizer: Changing, members: Members, why: PeerError | None, *, lets_in: bool = True, meets: bool = True
+) -> Change:
     """Bring this member and its optimizer into the next epoch. All members.
 
     Args:
@@ -222,6 +224,8 @@ def change(optimizer: Changing, members: Members, why: PeerError | None, *, lets
         members: Its transport.
         why: The error that ended the epoch. None: a newcomer waits.
         lets_in: As in `Rendezvous.meet`; if a further member is lost meanwhile, too. Default True.
+        meets: Whether all members come to a change for newcomers at the same point of their steps. Default True. False:
+            some may be in an exchange, which this change breaks off.
 
     Raises:
         MembershipError: As `Rendezvous.meet`, or no remaining member has the state.
@@ -229,11 +233,8 @@ def change(optimizer: Changing, members: Members, why: PeerError | None, *, lets
     """
     began, before = time.monotonic(), members.roster
     took_step = is_back = False
-    if why is None and before is not None:
-        try:
-            gather_bytes(members, b"\0")  # one that has died since all agreed on the change has broken its connections
-        except PeerError as error:
-            why = error
+    if why is None and before is not None and meets:
+        why = _meet_before(members)
     without = set[str]()  # members that are back, and new ones
     while True:
         steps = optimizer.progress()[0]
@@ -255,7 +256,9 @@ def change(optimizer: Changing, members: Members, why: PeerError | None, *, lets
     gone = members.take_residuals(sorted({*lost, *without}))
     optimizer.stats.lost_residuals += gone.elements
     optimizer.stats.lost_residual_norm += gone.norm
-    awaited = any(its.awaited for its in standing)
+    # If not all have come from the same point, some would look for newcomers while others are in an exchange.
+    points = {(its.steps, *its.progress) for its in standing}
+    awaited = len(points) == 1 and not without and any(its.awaited for its in standing)
     found = Change(took_step, is_back, lost, joined, awaited, gone, time.monotonic() - began)
     members.rendezvous.note_change(optimizer, found.seconds, "" if why is None else str(why))
     _report(members, found, optimizer.steps_taken(), why)
@@ -271,6 +274,17 @@ def change(optimizer: Changing, members: Members, why: PeerError | None, *, lets
             why,
         )
     return found
+
+
+def _meet_before(members: Members) -> PeerError | None:
+    """Meet in the epoch that ends. One that has died since all agreed on the change has broken its connections: why."""
+    began = time.monotonic()
+    try:
+        gather_bytes(members, b"\0")
+    except PeerError as error:
+        # One that only comes late is not to be taken for lost sooner than a member that computes.
+        return PeerError(str(error), error.ranks if time.monotonic() - began < members.timeout_s else ())
+    return None
 
 
 def _enter_next(

@@ -120,7 +120,7 @@ class Rendezvous:
         self.name, self.founders, self.patience = name, founders, patience or Patience()
         self._store, self._beats = _Steady(connect, self.patience.away_s), _Steady(connect, 0.0)
         # Of the first two members: who has died between two exchanges is known to be silent when the next one fails.
-        self._heard = _Silences(self._beats)
+        self._heard, self._turn = _Silences(self._beats), 0
         self._token, self._strange = token, set[str]()  # keys of entries without the token
         if self._store.add(f"name/{name}", 1) > 1:
             raise ValueError(f"a member of this run is or was called {name}; take another name, or none")
@@ -182,7 +182,8 @@ class Rendezvous:
                     self._now, self.copied = roster, None
                     self.is_awaited.clear()
                     self.is_over.clear()
-                if any(name not in roster.names for name in self._arrived(roster.epoch)[0]):
+                more = self._store.add(here(roster.epoch), 0) > len(roster.names)
+                if more and any(name not in roster.names for name in self._arrived(roster.epoch)[0]):
                     self.is_awaited.set()
                 return roster
             before, missed = roster, ()  # this epoch was closed without this member: try the one after
@@ -343,8 +344,8 @@ class Rendezvous:
             self._publish_again(now)
             self._answer()
         if self.name in now.names[:2]:
-            for name in now.names:
-                self._heard.of(name)
+            self._heard.of(now.names[self._turn % len(now.names)])  # one at a look: each takes a time of the network's
+            self._turn += 1
         waits = self._arrived(now.epoch + 1, self._beats)[0] if self._beats.add(here(now.epoch + 1), 0) > 0 else []
         with self._lock:
             if now is not self._now:

@@ -78,7 +78,7 @@ def test_a_newcomer_takes_over_counts_and_schedule(form: dict[str, Any]) -> None
 
 
 @FORMS
-def test_a_warm_up_leaves_no_trace(form: dict[str, Any]) -> None:
+def test_a_warm_up_leaves_no_trace(form: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """And nobody waits for it: see `test_membership.py`."""
 
     def work(members: Members, *, warms_up: bool) -> tuple[Tensor, int]:
@@ -101,6 +101,7 @@ def test_a_warm_up_leaves_no_trace(form: dict[str, Any]) -> None:
         founded(Hub(1), partial(work, warms_up=warms_up), [INF]).join().results["a"] for warms_up in (True, False)
     )
     assert torch.equal(with_it[0], without[0]) and with_it[1] == without[1] == 8
+    assert "micro-batches ran between" not in caplog.text
 
 
 @FORMS

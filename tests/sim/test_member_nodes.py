@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import onebit
 from onebit import membership
+from onebit.agreement.replicas import ReplicaError
 from onebit.comm import SimTransport, Transport
 from onebit.comm.messages import gather_tensors, sum_in_order
 from onebit.comm.transports.simulated import SimNetwork
@@ -179,6 +180,25 @@ def test_without_changes_a_node_trains_as_a_world_of_its_ranks(kind: Any) -> Non
         torch.testing.assert_close(
             run.results[name][0], p.view(-1), rtol=1e-6 * (kind is averaged), atol=1e-6 * (kind is averaged)
         )
+
+
+@kinds
+def test_a_replica_that_differs_at_one_place_is_an_error_on_all_ranks(kind: Any) -> None:
+    def work(members: Members, local: Transport) -> None:
+        whole = local.split(range(local.world_size))
+        p = shard(local.rank, local.world_size)
+        optimizer = kind([p], transport=members, model_parallel_group=members.parts(ModelParallelGroup(whole)))
+        begin(optimizer)
+        if members.rendezvous.name == "a" and local.rank == 1:
+            (optimizer.buckets[0].anchor if kind is local_steps else p.data).view(-1)[0] += 1
+        with pytest.raises(ReplicaError):
+            optimizer.check_replicas()
+
+    run = Run(Hub(2), work)
+    for name in "ab":
+        run.start_node(name, [INF, INF])
+    run.wait()
+    assert not run.errors and len(run.results) == 4, run.errors
 
 
 @pytest.mark.parametrize("place", [0, 1])

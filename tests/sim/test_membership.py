@@ -36,6 +36,7 @@ from onebit.comm.messages import gather_bytes
 from onebit.comm.transports.notes import calling
 from onebit.dense import Bucket, DenseAverager, average_gradients
 from onebit.layout.flat import Layout, lay_out
+from onebit.local.wrapped import local_state, with_shards
 from onebit.membership import Buffers, Members, MembershipError, Patience, begin, copying, end, residuals
 from onebit.membership.change import Change, _exchange, change
 from onebit.membership.members import Standing
@@ -1613,6 +1614,12 @@ def test_a_member_that_died_long_ago_is_not_waited_for(missed: list[str], least_
     finally:
         a.leave()
         b.leave()
+
+
+def test_what_an_optimizer_adds_to_its_state_travels() -> None:
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    inner.register_state_dict_post_hook(lambda _, state: {**state, "added": 7})
+    assert with_shards(inner, local_state(inner)) == inner.state_dict()
 
 
 def test_a_name_is_taken_once() -> None:
