@@ -511,7 +511,6 @@ class LocalSteps(Wrapped):
         # After a loss, what members call next differs: some are in sync(), say. A newcomer calls step(), so it comes in
         # before the next one, also if it is needed.
         found = change(self, self._members, why, lets_in=why is None, meets=is_agreed)
-        self._change_is_due |= found.awaited
         if found.is_back:  # its gradients are of parameters that are gone
             self.zero_grad()
 

@@ -51,7 +51,7 @@ from .sampler import MemberSampler
 
 log = logging.getLogger(__name__)
 
-STANDING_BYTES = 384
+STANDING_BYTES = 352
 """Length of a member's `Standing` as JSON, padded: room for numbers of 18 digits."""
 
 _TELL_OF_IDLE = (5, 50, 500, 5000)
@@ -129,7 +129,6 @@ class Change:
             their next step. Default False.
         lost: Names of the members that are gone. Default ().
         joined: Names of the members that are new. Default ().
-        awaited: Whether newcomers were left out of it, as all members know, who are at one point. Default False.
         gone: Residuals that lost members took with them. Default: none.
         seconds: Duration of the change. Default 0.
     """
@@ -138,7 +137,6 @@ class Change:
     is_back: bool = False
     lost: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
-    awaited: bool = False
     gone: Loss = NOTHING_LOST
     seconds: float = field(default=0.0, compare=False)
 
@@ -256,10 +254,7 @@ def change(
     gone = members.take_residuals(sorted({*lost, *without}))
     optimizer.stats.lost_residuals += gone.elements
     optimizer.stats.lost_residual_norm += gone.norm
-    # If not all have come from the same point, some would look for newcomers while others are in an exchange.
-    points = {(its.steps, *its.progress) for its in standing}
-    awaited = len(points) == 1 and not without and any(its.awaited for its in standing)
-    found = Change(took_step, is_back, lost, joined, awaited, gone, time.monotonic() - began)
+    found = Change(took_step, is_back, lost, joined, gone, time.monotonic() - began)
     members.rendezvous.note_change(optimizer, found.seconds, "" if why is None else str(why))
     _report(members, found, optimizer.steps_taken(), why)
     members.idle_changes = members.idle_changes + 1 if members.met_at == (names, optimizer.progress()) else 0
@@ -303,8 +298,7 @@ def _enter_next(
         try:
             members.enter_next(why, lets_in=lets_in)
             copied = members.copy is not None
-            mine = Standing(steps, progress, members.has_state, is_new, data, seconds, copied, members.is_awaited())
-            standing = _exchange(members, mine)
+            standing = _exchange(members, Standing(steps, progress, members.has_state, is_new, data, seconds, copied))
             theirs = _bring_together(optimizer, members, standing, own)
             assert members.roster is not None
             # A copy of the state may take longer than a transport's timeout: wait in the rendezvous instead.

@@ -51,7 +51,6 @@ class Standing:
         round: Its round of the data: see `MemberSampler.leave_world`. Empty: it has no sampler.
         seconds: Of its micro-batches: see `MemberSampler.tell`. Default 0.
         copied: Whether it has copied parts of the run's state before this change: see `copying.py`. Default False.
-        awaited: Whether it knows of newcomers that were left out of this change. Default False.
     """
 
     steps: int
@@ -61,7 +60,6 @@ class Standing:
     round: Sequence[int]
     seconds: float = 0.0
     copied: bool = False
-    awaited: bool = False
 
 
 class DividesData(Protocol):

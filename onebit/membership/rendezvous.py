@@ -182,9 +182,6 @@ class Rendezvous:
                     self._now, self.copied = roster, None
                     self.is_awaited.clear()
                     self.is_over.clear()
-                more = self._store.add(here(roster.epoch), 0) > len(roster.names)
-                if more and any(name not in roster.names for name in self._arrived(roster.epoch)[0]):
-                    self.is_awaited.set()
                 return roster
             before, missed = roster, ()  # this epoch was closed without this member: try the one after
             if last is not None:
