@@ -16,8 +16,9 @@ LARGEST_GRADIENT = 2.0**59
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
-    """The 2-norm of each tensor, float32 [len(tensors)], on their device."""
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+    """The 2-norm of each tensor, float32 [len(tensors)], on their device; float64 if any of them is."""
+    dtype = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
 def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -1615,6 +1615,23 @@ def test_a_member_that_died_long_ago_is_not_waited_for(missed: list[str], least_
         b.leave()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_a_dense_step_is_clipped_as_by_torch(dtype: torch.dtype) -> None:
+    def work(members: Members) -> tuple[Tensor, Tensor]:
+        ours, theirs = (nn.Parameter(torch.arange(5.0).to(dtype)) for _ in range(2))
+        optimizer = onebit.AveragedSteps(torch.optim.SGD([ours], lr=0.1), transport=members, max_grad_norm=1.0)
+        begin(optimizer)
+        ours.grad, theirs.grad = torch.full_like(ours, 3.0), torch.full_like(ours, 3.0)
+        optimizer.step()
+        torch.nn.utils.clip_grad_norm_([theirs], 1.0)
+        torch.optim.SGD([theirs], lr=0.1).step()
+        end(optimizer)
+        return ours.detach(), theirs.detach()
+
+    for ours, theirs in founded(Hub(2), work, [INF, INF]).join().results.values():
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_what_an_optimizer_adds_to_its_state_travels() -> None:
     inner = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     inner.register_state_dict_post_hook(lambda _, state: {**state, "added": 7})
