@@ -106,7 +106,9 @@ class Rounds:
                 self._inner_state.drop_still(bucket, step, steps, fragment.keeps[bucket.group_index])
         is_present = self._parts.agree(is_present and not spoilt)
         owes = self._is_lossless and any(bucket.owes() for bucket in fragment.buckets)
-        (tokens,) = self._parts.total(fragment.tokens)
+        tokens, edited = self._parts.total(fragment.tokens, float(bool(edit)))
+        if edited and not edit:  # else only the ranks at its place would learn of it
+            edit = f"rank {self._transport.rank}: another rank of this replica has a replaced parameter in its groups"
         mine = RoundVote(
             step,
             interval,

@@ -16,6 +16,7 @@ import onebit
 from onebit import zero
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
 from onebit.dense import DenseAverager
+from onebit.model_parallel import ModelParallelGroup
 
 
 def new_params() -> dict[str, Tensor]:
@@ -356,6 +357,35 @@ def test_an_edit_of_one_rank_is_the_same_error_on_all_and_loading_makes_it_good(
 
     first, second = run_ranks(2, ours)
     assert first == second
+
+
+@pytest.mark.timeout(60)
+def test_an_edit_of_one_rank_of_a_replica_in_parts_is_an_error_on_all() -> None:
+    """Its own peers hear of it, and so do those of the other parts."""
+
+    def ours(transport: SimTransport) -> str:
+        replica, place = divmod(transport.rank, 2)
+        parts = ModelParallelGroup(SimTransport(), stages=transport.split([2 * replica, 2 * replica + 1]))
+        param = nn.Parameter(torch.ones(300))
+        optimizer = onebit.LocalSteps(
+            torch.optim.AdamW([param]),
+            every=2,
+            model_parallel_group=parts,
+            transport=transport.split([place, place + 2]),
+        )
+        for step in range(4):
+            param.grad = torch.full_like(param, 1.0 + transport.rank)
+            if step == 2 and transport.rank == 1:
+                CHANGES["another parameter"](optimizer.param_groups)
+            if step < 3:
+                optimizer.step()
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    told = run_ranks(4, ours)
+    assert told[0] == told[2] and "another rank of this replica" in told[0]
+    assert told[1] == told[3] and "parameter 0 of group 0" in told[1]
 
 
 @pytest.mark.timeout(60)
