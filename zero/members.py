@@ -62,7 +62,6 @@ def begin(engine: Engine, *, warm_up: Callable[[], object] | None = None, **trav
     """
     if engine.scheduler is not None:
         travels["engine_schedule"] = engine.scheduler
-
     warmed = None if warm_up is None else partial(_warm_up, engine, warm_up)
     membership.begin(engine.optimizer, warm_up=warmed, engine=_Counts(engine), **travels)  # type: ignore[arg-type]
     engine.form.sharding.gather()  # the optimizer's parameters may be those of others now

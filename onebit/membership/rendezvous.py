@@ -411,7 +411,7 @@ class Rendezvous:
     def _next(self, before: Roster | None, missed: Sequence[str], deadline: float, lets_in: bool) -> Roster:
         epoch = 1 if before is None else before.epoch + 1
         began, writes, pauses = time.monotonic(), 0, _pauses()
-        silences, of_suspects = _Silences(self._store), _Silences(self._store, self._heard.copy())
+        silences, of_suspects = _Silences(self._store), _Silences(self._store, dict(self._heard.seen))
         while (roster := self._read_roster(epoch)) is None:
             if before is None and (newest := self._newest()) is not None and newest.epoch > epoch:
                 return newest  # no new run: the store had come back empty, and the members have told it of theirs
@@ -567,18 +567,15 @@ class _Silences:
     """Measures how long members have given no sign of life, since this object first looked, or one it continues."""
 
     store: _Steady
-    _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
-
-    def copy(self) -> dict[str, tuple[int, float]]:
-        """The last signs of life: by name their number, and when it was first seen. Any thread."""
-        return dict(self._seen)
+    seen: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """The last signs of life: by name their number, and when it was first seen."""
 
     def of(self, name: str) -> float:
         """Seconds since this member's last sign of life."""
         count, now = self.store.add(_beat(name), 0), time.monotonic()
-        if name not in self._seen or self._seen[name][0] != count:
-            self._seen[name] = count, now
-        return now - self._seen[name][1]
+        if name not in self.seen or self.seen[name][0] != count:
+            self.seen[name] = count, now
+        return now - self.seen[name][1]
 
 
 def _beat(name: str) -> str:
