@@ -412,6 +412,8 @@ class Fragment:
         self.move("skip")
         self.tokens, self.keeps, self.decays = self.since_landed()
         self.tasks, self.sent_at, self.lands_at = [], None, None
+        for bucket in self.buckets:
+            bucket.at_send = None
 
 
 def divide(buckets: Sequence[LocalBucket], parts: int) -> list[list[LocalBucket]]:

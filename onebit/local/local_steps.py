@@ -280,8 +280,9 @@ class LocalSteps(Wrapped):
         # Before anything that may end in a change: a newcomer in it takes part in the rounds that are due.
         self.rounds_due = [fragment for fragment in self.fragments if fragment.due == self.steps]
         with self._survives_losses():
-            for fragment in self.fragments:
-                self.rounds.bring_home(fragment, self.steps)
+            moved = [self.rounds.bring_home(fragment, self.steps) for fragment in self.fragments]
+            if any(moved):
+                self._stay_together()
         self._take_rounds_due()
         self._end_step()
         self.policy.computing.start()
@@ -462,8 +463,6 @@ class LocalSteps(Wrapped):
         if isinstance(self.interval, Auto):
             return 'every="auto" measures the network within a round; give a number of steps'
         assert self._members is not None
-        if self._members.node is not None and self.options.delay:
-            return "a member of several ranks has no round under way between two calls of step(); use delay=0"
         return self._members.why_not_parts(self.model_parallel_group)
 
     def _change_if_due(self) -> None:

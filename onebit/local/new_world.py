@@ -162,8 +162,6 @@ def _discard(optimizer: Stepping, fragment: Fragment) -> None:
     if fragment.is_under_way:
         fragment.discard()
         optimizer.stats.missed_rounds += 1
-        for bucket in fragment.buckets:
-            bucket.at_send = None
 
 
 def _relay(optimizer: Stepping, bucket: LocalBucket, own: State | None, both: tuple[Tensor, Tensor] | None) -> None:

@@ -176,6 +176,8 @@ class Rounds:
                 fragment.tasks = [ExchangeTask(each) for each in exchanges]
                 if not is_delayed:  # if a member is lost, no bucket may have landed
                     self._land(fragment)
+                elif self._transport.ranks_change:
+                    self._parts.agree(True)  # all ranks of a member have it under way, or none
             else:
                 with self._waited.running():
                     comm.interleave(
@@ -229,16 +231,21 @@ class Rounds:
 
     # ---------------------------------------------------------------- exchanges under way
 
-    def bring_home(self, fragment: Fragment, step: int) -> None:
-        """After this step: begin the second phase of an exchange that is half-way, and land one that is due."""
+    def bring_home(self, fragment: Fragment, step: int) -> bool:
+        """After this step: begin the second phase of an exchange that is half-way, and land one that is due.
+
+        Returns whether it was either: whether this rank has exchanged something.
+        """
         if fragment.lands_at is None or fragment.sent_at is None:
-            return
+            return False
         if step >= fragment.lands_at:
             self.land(fragment)
-        elif step == fragment.sent_at + self._half_way:
+            return True
+        if is_half_way := step == fragment.sent_at + self._half_way:
             with self._waited.running():
                 for task in fragment.tasks:
                     task.advance()
+        return is_half_way
 
     def is_past_first_phase(self, fragment: Fragment, step: int) -> bool:
         """Whether the second phase of the exchange under way has been launched, after this step."""

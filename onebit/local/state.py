@@ -341,7 +341,7 @@ def _landed(state: State, codec: Codec) -> State:
     buckets = iter(record["buckets"])
     for saved in record["timetable"]:
         mine = [next(buckets) for _ in range(saved["buckets"])]
-        timetable.append({**saved, "lands_at": None})
+        timetable.append({**saved, "lands_at": None, "sent_at": None})
         if saved["lands_at"] is None:
             continue
         for bucket, weights, frames, share in zip(mine, saved["at_send"], saved["sent"], saved["shares"], strict=True):

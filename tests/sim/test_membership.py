@@ -31,7 +31,7 @@ from onebit.agreement import replicas
 from onebit.agreement.replicas import ReplicaError
 from onebit.checkpoint import new_world
 from onebit.checkpoint.new_world import carried
-from onebit.comm import ErrorFeedback, IdentityCodec, PeerError, SimTransport
+from onebit.comm import ErrorFeedback, ExchangeTask, IdentityCodec, PeerError, SimTransport
 from onebit.comm.messages import gather_bytes
 from onebit.comm.transports.notes import calling
 from onebit.dense import Bucket, DenseAverager, average_gradients
@@ -94,8 +94,8 @@ def lamb(model: nn.Module, members: Members) -> onebit.OnebitLamb:
     )
 
 
-def local(model: nn.Module, members: Members, **options: Any) -> onebit.LocalSteps:
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+def local(model: nn.Module, members: Members, lr: float = 1e-2, **options: Any) -> onebit.LocalSteps:
+    inner = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.1)
     return onebit.LocalSteps(inner, every=4, transport=members, bucket_cap_mb=0.001, **options)
 
 
@@ -691,6 +691,34 @@ def test_a_newcomer_may_come_as_a_member_is_lost(
     run.join()
     assert set(run.results) == {"a", "b", "n"}
     assert all(torch.equal(run.results["a"], params) for params in run.results.values())
+
+
+def test_parameters_are_the_anchor_after_a_round_that_could_not_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a `sync()` has followed: what is remembered of the parameters as they were sent goes with the round.
+
+    The other member had sent that round, and this one takes over its count.
+    """
+    launch, fails = ExchangeTask.__init__, list[threading.Thread]()
+
+    def launch_or_fail(task: ExchangeTask, exchange: Any) -> None:
+        launch(task, exchange)
+        if threading.current_thread() in fails:
+            fails.clear()
+            raise PeerError("rank 0: another member is lost")
+
+    def work(members: Members) -> Tensor:
+        def before_step(optimizer: Any) -> None:
+            if optimizer.steps_taken() == 11 and members.rank == 0:
+                fails.append(threading.current_thread())
+
+        model, optimizer = trained(members, 12, partial(local, lr=0.3, delay=2), before_step)
+        optimizer.sync()
+        end(optimizer)
+        return parameters_of(model)
+
+    monkeypatch.setattr(ExchangeTask, "__init__", launch_or_fail)
+    first, second = founded(Hub(2), work, [INF, INF]).join().results.values()
+    assert not fails and torch.equal(first, second)
 
 
 # ---------------------------------------------------------------- an oracle
