@@ -157,6 +157,8 @@ class LambRule(AdamRule):
         W, transport = self.placement.world_size, self.placement.transport
         replica = self.parts.total_of_rows(mine_L2, [p for bucket in buckets for p in bucket.params])
         square_L, product_L = (sum_in_order(gather_tensors(transport, replica)) / W).unbind(1)
+        if transport.ranks_change:
+            self.parts.agree(True)  # another rank of this member may have lost the epoch just here, and writes nothing
         estimate_L = square_L / W + (1.0 - 1.0 / W) * product_L.clamp(min=0.0)
         for bucket, estimate_K in zip(buckets, _split(estimate_L, buckets), strict=True):
             layers, beta2 = bucket.layers, bucket.group["betas"][1]
