@@ -254,10 +254,11 @@ class ModelParallelGroup:
         """
         pairs = zip(params, names, strict=True)
         alike = [(local(p), name) for p, name in pairs if self.pieces(p) < self.transport.world_size]
-        if self.tensor == 1 or not alike:
+        if self.tensor == 1:
             return ""
         first = self.transport.rank // self.tensor * self.tensor
-        prints = gather_tensors(self.transport, fingerprints([held for held, _ in alike]))[first : first + self.tensor]
+        tensors = [held for held, _ in alike] or [torch.zeros(1)]  # the ranks of all stages meet equally often
+        prints = gather_tensors(self.transport, fingerprints(tensors))[first : first + self.tensor]
         for rank, row in enumerate(prints):
             if not torch.equal(row, prints[0]):
                 found = [name for (_, name), differs in zip(alike, row != prints[0], strict=True) if differs]

@@ -378,8 +378,10 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             decision: Decision | None = self._decide_alone(scale)
         else:
             if ballot is not None and self._is_delayed:
-                if is_first and self._members is not None and not ballot.votes:
-                    self._read(ballot)  # a member that is lost must leave no other one two steps ahead of the rest
+                if self._members is not None:
+                    if is_first and not ballot.votes:
+                        self._read(ballot)  # a member that is lost must leave no other one two steps ahead of the rest
+                    self._members.is_due(False)  # nothing of the step is read here: the ranks of a node go on together
                 self._delayed.leave(ballot, self.stats.clip_factor, self.ahead)
                 self.stats.phase = self.rule.round_name()
                 return landed
@@ -699,8 +701,6 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _why_members_stay(self) -> str:
         assert self._members is not None
-        if self._members.node is not None and self.delay:
-            return "a member of several ranks has no step under way between two calls of step(); use delay=0"
         return self._members.why_not_parts(self.model_parallel_group) or self.rule.why_members_stay()
 
     def _take_step_of(self, members: Members, scale: float) -> Sequence[str] | None:

@@ -40,7 +40,7 @@ def grid_of(members: Members, node: Grid | None = None) -> Grid:
             `zero.grid.start()` under torchrun on this machine alone. Default None: it has one rank.
 
     Raises:
-        ValueError: The grid has other ranks than the member, replicas, or several ranks in a stage of a pipeline.
+        ValueError: The grid has other ranks than the member, or replicas.
     """
     if node is not None:
         if node.shape.size("replica") > 1:

@@ -160,6 +160,8 @@ class Members(Transport):
             self.giver.enter(roster)
         if last is not None and roster.epoch != last.epoch + 1:
             self.has_state = False  # the others have continued without this member
+        if self.node is not None:
+            self.node.is_in_run = True
         self._now = self._connect(roster, roster.names.index(self.rendezvous.name))
         self._channels = [self._now.new_channel() for _ in range(self._channels_asked)]
         if last is not None:
@@ -208,7 +210,7 @@ class Members(Transport):
             group: The same ranks.
 
         Raises:
-            ValueError: They are not all ranks of this member; or stages of a pipeline have several ranks each.
+            ValueError: They are not all ranks of this member.
         """
         count = 1 if self.node is None else self.node.transport.world_size
         if self.node is None or group.whole.world_size != count:
@@ -216,15 +218,8 @@ class Members(Transport):
                 f"{self.rendezvous.name} is a member of {count} ranks, which hold its model together; got parts on "
                 f"{group.whole.world_size} ranks"
             )
-        if group.stages is None:
-            return replace(group, transport=InNode(self.node, group.transport))
-        # The ranks of one stage would meet in messages that the other stages' ranks know nothing of.
-        if group.transport.world_size > 1:
-            raise ValueError(
-                f"{self.rendezvous.name}: stages of a pipeline among members have one rank each, and these have "
-                f"{group.transport.world_size}; use shards or slices without stages, or stages alone"
-            )
-        return replace(group, stages=InNode(self.node, group.stages))
+        stages = None if group.stages is None else InNode(self.node, group.stages)
+        return replace(group, transport=InNode(self.node, group.transport), stages=stages)
 
     def why_not_parts(self, group: ModelParallelGroup) -> str:
         """Why an optimizer over these members cannot have this group; "" if it can.

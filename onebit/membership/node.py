@@ -38,10 +38,13 @@ class Node:
 
     Args:
         transport: Between the ranks of the node, for nothing else.
+
+    Attributes:
+        is_in_run: Whether the node has entered an epoch, so that a rank of it may lose one.
     """
 
     def __init__(self, transport: Transport):
-        self.transport = transport
+        self.transport, self.is_in_run = transport, False
 
     def check(self, *, is_due: bool = False) -> bool:
         """Whether this is so on any rank of the node. Sends one byte to each.
@@ -123,11 +126,14 @@ def _answer(question: Callable[[], Any]) -> str:
 
 
 class InNode(Transport):
-    """A transport between all ranks of a node, whose operations begin with `Node.check`.
+    """A transport between ranks of a node, whose operations begin with `Node.check` once the node is in a run.
+
+    So all ranks of the node call as many of them, in the same order, even if this transport connects those of one stage
+    of a pipeline alone.
 
     Args:
         node: The node.
-        inner: Between the same ranks.
+        inner: Between these ranks.
     """
 
     def __init__(self, node: Node, inner: Transport):
@@ -138,24 +144,28 @@ class InNode(Transport):
     def sent_bytes(self) -> int:
         return self._inner.sent_bytes
 
+    def _check(self) -> None:
+        if self.node.is_in_run:  # before, ranks of one stage may have more to tell each other: how options differ
+            self.node.check()
+
     def all_to_all(self, out_WB: Tensor, in_WB: Tensor) -> Work:
-        self.node.check()
+        self._check()
         return self._inner.all_to_all(out_WB, in_WB)
 
     def all_gather(self, out_WB: Tensor, in_B: Tensor) -> Work:
-        self.node.check()
+        self._check()
         return self._inner.all_gather(out_WB, in_B)
 
     def all_reduce(self, x: Tensor) -> Work:
-        self.node.check()
+        self._check()
         return self._inner.all_reduce(x)
 
     def broadcast(self, x: Tensor, src: int) -> Work:
-        self.node.check()
+        self._check()
         return self._inner.broadcast(x, src)
 
     def shift(self, out_B: Tensor, in_B: Tensor, by: int) -> Work:
-        self.node.check()
+        self._check()
         return self._inner.shift(out_B, in_B, by)
 
     def split(self, ranks: Sequence[int]) -> Transport:

@@ -43,9 +43,10 @@ _SEVERAL_RANKS = ("nodes", "stages")  # how the ranks of a member hold its model
 _MOST_OPERATIONS = 60  # of a member until its fate: a few steps, or a change
 
 KINDS = (
-    "OnebitAdam", "OnebitAdam, delayed", "OnebitAdam, nodes", "OnebitAdam, stages", "OnebitLamb", "OnebitMuon",
-    "ZeroOneAdam", "LocalSteps", "LocalSteps, momentum", "LocalSteps, balanced", "LocalSteps, delayed",
-    "LocalSteps, nodes", "AdamW", "AdamW, nodes", "Muon", "Lion",
+    "OnebitAdam", "OnebitAdam, delayed", "OnebitAdam, nodes", "OnebitAdam, delayed, nodes", "OnebitAdam, stages",
+    "OnebitLamb", "OnebitLamb, nodes", "OnebitMuon", "ZeroOneAdam", "LocalSteps", "LocalSteps, momentum",
+    "LocalSteps, balanced", "LocalSteps, delayed", "LocalSteps, nodes", "LocalSteps, delayed, nodes", "AdamW",
+    "AdamW, nodes", "Muon", "Lion",
 )  # fmt: skip
 
 
@@ -260,16 +261,16 @@ def place(tensors: Iterable[Tensor | None]) -> None:
 
 
 def make(kind: str, model: nn.Sequential, transport: RememberingMembers, local: SimTransport) -> Any:
-    name, _, form = kind.partition(", ")
+    name, *forms = kind.split(", ")
     common: dict[str, Any] = {"transport": transport, "bucket_cap_mb": 0.002}
-    if form in _SEVERAL_RANKS:
+    if kind.endswith(_SEVERAL_RANKS):
         ranks = local.split(range(local.world_size))
-        group = ModelParallelGroup(ranks) if form == "nodes" else ModelParallelGroup(SimTransport(), ranks)
+        group = ModelParallelGroup(ranks) if "nodes" in forms else ModelParallelGroup(SimTransport(), ranks)
         common["model_parallel_group"] = transport.parts(group)
     if name == "LocalSteps":
-        options: dict[str, Any] = {"balanced": form == "balanced"}
-        options |= {"outer_lr": 0.7, "outer_momentum": 0.9} if form == "momentum" else {}
-        options |= {"fragments": 2, "delay": 2} if form == "delayed" else {}
+        options: dict[str, Any] = {"balanced": "balanced" in forms}
+        options |= {"outer_lr": 0.7, "outer_momentum": 0.9} if "momentum" in forms else {}
+        options |= {"fragments": 2, "delay": 2} if "delayed" in forms else {}
         inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
         return onebit.LocalSteps(inner, every=_EVERY, **common, **options)
     groups = onebit.muon_groups(model, head=model[2]) if "Muon" in name else model.parameters()
@@ -277,8 +278,8 @@ def make(kind: str, model: nn.Sequential, transport: RememberingMembers, local: 
         inner = getattr(torch.optim if name == "AdamW" else onebit, name)(groups, lr=3e-3)
         return onebit.AveragedSteps(inner, **common)
     options = {"freeze_step": 6} if name in ("OnebitAdam", "OnebitLamb") else {}
-    options |= {"delay": 1} if form == "delayed" else {}
-    options |= {"overlap": False} if form in _SEVERAL_RANKS else {}
+    options |= {"delay": 1} if "delayed" in forms else {}
+    options |= {"overlap": False} if kind.endswith(_SEVERAL_RANKS) else {}
     return getattr(onebit, name)(groups, lr=3e-3, compression="always", **common, **options)
 
 

@@ -1,13 +1,15 @@
 """A rank of a member of several ranks, with the engine: `member_node_ranks.py ADDRESS NAME FOUNDERS END STAGE FORM`.
 
 RANK and so on are those of the node alone, as torchrun sets them on each machine by itself. END as in
-`member_ranks.py`; FORM is "one bit", "local" or "dense", with " pipeline" after it if the ranks are stages. Rank 0 of
-the node prints the same lines as there, and every rank a digest of what it has: of a stage, or of the whole model.
+`member_ranks.py`; FORM is "one bit", "delayed", "local" or "dense", with " pipeline" after it if the ranks are two
+stages. Rank 0 of the node prints the same lines as there, and every rank a digest of what it has: of a stage, or of the
+whole model.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -26,7 +28,7 @@ def loss(out: Tensor, target: Tensor) -> Tensor:
 def main(address: str, name: str, founders: str, end: str, stage: str, form: str) -> None:
     patience = membership.Patience(suspect_s=1.0, silent_s=2.0, look_s=0.2, wait_s=60.0)
     is_pipeline = form.endswith("pipeline")
-    node = zero.grid.start(**({"pipe": 2, "shard": 1} if is_pipeline else {}))
+    node = zero.grid.start(**({"pipe": 2, "shard": int(os.environ["WORLD_SIZE"]) // 2} if is_pipeline else {}))
     members = membership.connect(
         address, founders=int(founders), token="test", name=name, timeout_s=3.0, patience=patience, node=node.world
     )
@@ -45,14 +47,14 @@ def main(address: str, name: str, founders: str, end: str, stage: str, form: str
         "bf16": {"enabled": stage == "2"},
         "onebit": {"check_replicas_every": 5},
     }
-    if form.startswith("one bit"):
+    if form.startswith(("one bit", "delayed")):
         config["optimizer"] = {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 10}}
-        config["onebit"]["compression"] = "always"
+        config["onebit"] |= {"compression": "always", "delay": int(form.startswith("delayed"))}
     if form.startswith("local"):
         config["onebit"]["local_steps"] = {"every": 4}
     engine, *_ = zero.initialize(model=net, config=config, grid=member_engines.grid_of(members, node))
     member_engines.begin(engine)
-    draw = torch.Generator().manual_seed(sum(name.encode()) + node.world.rank * (not is_pipeline))
+    draw = torch.Generator().manual_seed(sum(name.encode()) + node.data[0])
     while not Path(end).exists() or engine.global_steps < int(Path(end).read_text()):
         if is_pipeline:
             engine.train_batch((x, x) for x in torch.randn(2, 8, 64, generator=draw))

@@ -1,4 +1,4 @@
-"""Engines over members of two ranks, as processes: a rank is killed, its node ends, and a new node takes its place."""
+"""Engines over members of several ranks, as processes: a rank is killed, its node ends, a new node takes its place."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SCRIPT = Path(__file__).with_name("member_node_ranks.py")
 class NodeRun(Run):
     """A run of nodes. members: by name of the node and rank, as "a0"."""
 
-    def start_node(self, name: str, founders: int, stage: int, form: str) -> None:
+    def start_node(self, name: str, founders: int, stage: int, form: str, count: int) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        for rank in "01":
+        for rank in map(str, range(count)):
             words = (str(SCRIPT), f"127.0.0.1:{self.port}", name, str(founders), str(self.folder / "end"))
-            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             output = self.output(name + rank)
             self.members[name + rank] = ranks.start(*words, str(stage), form, output=output, **places, **address)
@@ -29,36 +29,40 @@ class NodeRun(Run):
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("stage", "form"),
+    ("stage", "form", "count"),
     [
-        (3, "one bit"),
-        (2, "local"),
-        *(pytest.param(stage, form, marks=pytest.mark.thorough)
-          for stage, form in ((1, "one bit"), (2, "one bit"), (1, "local"), (3, "local"), (2, "dense"), (3, "dense"),
-            (0, "one bit pipeline"), (1, "local pipeline"), (0, "dense pipeline"))),
+        (3, "one bit", 2),
+        (2, "local", 2),
+        *(pytest.param(stage, form, 2, marks=pytest.mark.thorough)
+          for stage, form in ((1, "one bit"), (2, "one bit"), (2, "delayed"), (1, "local"), (3, "local"), (2, "dense"),
+            (3, "dense"), (0, "one bit pipeline"), (1, "local pipeline"), (0, "dense pipeline"))),
+        *(pytest.param(stage, form, 4, marks=pytest.mark.thorough)
+          for stage, form in ((1, "one bit pipeline"), (3, "delayed pipeline"))),
     ],
 )  # fmt: skip
-def test_a_node_ends_with_its_rank_and_another_takes_its_place(tmp_path: Path, stage: int, form: str) -> None:
+def test_a_node_ends_with_its_rank_and_another_takes_its_place(
+    tmp_path: Path, stage: int, form: str, count: int
+) -> None:
     """Stage 2 is in bf16."""
     run = NodeRun(tmp_path)
     run.serve()
     try:
         for name in "abc":
-            run.start_node(name, 3, stage, form)
+            run.start_node(name, 3, stage, form, count)
         run.await_line("a0", "step 15 of 3", 60)
         run.members["b1"].kill()
         run.await_line("a0", "of 2 members")
         assert run.members["b0"].wait(30) == 1
         told = run.output("b0").read_text()  # by whichever of its two exchanges met the loss
         assert "Missing: rank 1; look at its log" in told or "another rank of it is lost" in told
-        run.start_node("new", 3, stage, form)
+        run.start_node("new", 3, stage, form, count)
         run.await_line("new0", "of 3 members")
-        named = [f"{name}{rank}" for name in ("a", "c", "new") for rank in range(2)]
+        named = [f"{name}{rank}" for name in ("a", "c", "new") for rank in range(count)]
         ends = dict(zip(named, run.ends(*named), strict=True))
     finally:
         run.end()
     stages = 2 if form.endswith("pipeline") else 1
-    found = {(int(name[-1]) % stages, end[0], *end[3:]) for name, end in ends.items()}
+    found = {(int(name[-1]) * stages // count, end[0], *end[3:]) for name, end in ends.items()}
     assert len(found) == stages, ends  # parameters, steps, learning rate
-    assert [end[1:3] for end in ends.values()] == [["1", "1"]] * 4 + [["0", "0"]] * 2
+    assert [end[1:3] for end in ends.values()] == [["1", "1"]] * (2 * count) + [["0", "0"]] * count
     assert not any("gradients were changed" in run.output(name).read_text() for name in named)

@@ -94,9 +94,12 @@ def save(
     is_latest: bool,
     then: Callable[[], None] | None,
 ) -> None:
-    """Write a checkpoint, after synchronising the ranks. All ranks. Raises CheckpointError within a step."""
+    """Write a checkpoint. If the form asks for it, ranks are synchronised before. All ranks.
+
+    Raises CheckpointError within a step.
+    """
     _refuse_within_step(engine)
-    if engine.form.steps_apart:
+    if engine.form.saves_as_is:
         engine.sharding.release()
     else:
         engine.synchronise()

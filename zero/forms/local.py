@@ -51,8 +51,6 @@ class Local(InNode):
 
     @classmethod
     def why_members_stay(cls, given: Given) -> str:
-        if given.config.onebit.local_steps.delay:
-            return "a round under way has another group, of ranks that stay; give onebit.local_steps.delay=0"
         fits = (is_plain(given.config) or given.grid.device_mesh is not None) and not offloads(given.config)
         return "" if fits else super().why_members_stay(given)
 
@@ -98,8 +96,10 @@ class Local(InNode):
     def make_optimizer(cls, given: Given, held: ModelParallelGroup) -> LocalSteps:
         inner = super().make_optimizer(given, held)
         grid, ours, asked = given.grid, given.config.onebit, given.config.onebit.local_steps
-        # A round that stays under way must not mix with other messages, so it has its own process group.
-        between = grid.transport if asked.delay == 0 else grid.world.split(grid.shape.along("replica", grid.world.rank))
+        between = grid.transport
+        if asked.delay and not between.ranks_change:
+            # A round that stays under way must not mix with other messages; between members there are no others.
+            between = grid.world.split(grid.shape.along("replica", grid.world.rank))
         return LocalSteps(
             inner,
             asked.interval(),

@@ -41,6 +41,10 @@ class OneBit(Form):
         return is_skipped
 
     @property
+    def saves_as_is(self) -> bool:
+        return bool(self.optimizer.transport.ranks_change)  # one member saves, with its step under way
+
+    @property
     def grad_norm(self) -> float | None:
         norm: float | None = self.optimizer.stats.grad_norm
         return norm
@@ -64,8 +68,6 @@ class Replicated(OneBit, InNode):
         config = given.config
         if uses_files(config):
             return "its state is in files, and a newcomer gets tensors"
-        if config.onebit.delay:
-            return "a checkpoint of one member would land the step under way of all; give onebit.delay=0"
         # Without a mesh a member is one rank, which has no shards: only masters in low precision, which FSDP2 places.
         has_node = given.grid.device_mesh is not None
         return "" if is_plain(config) or has_node else super().why_members_stay(given)
