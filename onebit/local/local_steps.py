@@ -356,8 +356,10 @@ class LocalSteps(Wrapped):
         Call it before a model is saved alone, and at the end of a run. Sends nothing if nothing has moved since the
         last round.
         """
-        # Balanced ranks jump over steps: for one of them this may be a round of step(), which has no name.
-        with torch.no_grad(), calling("" if self.balance is not None else "optimizer.sync()"):
+        # Balanced ranks jump over steps: for one of them this may be a round of step(), which has no name. So has a
+        # change, in which another rank of this member may be.
+        has_name = self.balance is None and self._members is None
+        with torch.no_grad(), calling("optimizer.sync()" if has_name else ""):
             self._begin_round()
             if self.is_at_anchor():
                 self.replica.show()

@@ -45,7 +45,7 @@ from .copying import (
 )
 from .members import Members, Standing, Travels
 from .published import Waits
-from .rendezvous import MembershipError, Rendezvous
+from .rendezvous import MembershipError
 from .residuals import NOTHING_LOST, Loss
 from .sampler import MemberSampler
 
@@ -168,12 +168,11 @@ def begin(optimizer: Changing, *, warm_up: Callable[[], object] | None = None, *
         raise ValueError("expected one MemberSampler, got several; use one over a torch.utils.data.ConcatDataset")
     members.travels, members.sampler = travels, samplers[0] if samplers else None
     try:
-        rendezvous = members.rendezvous
-        if isinstance(optimizer, Repeatable) and isinstance(rendezvous, Rendezvous):
-            members.copies = lambda: copy_state(optimizer, members, rendezvous, _lines(optimizer, members))
+        if isinstance(optimizer, Repeatable):
+            members.copies = lambda: copy_state(optimizer, members, _lines(optimizer, members))
             members.copy_state()
             giver = members.giver = Giver(optimizer, members, lambda: _lines(optimizer, members))
-            rendezvous.gives(giver)
+            members.rendezvous.gives(giver)
         if warm_up is not None:
             with optimizer.no_sync():
                 warm_up()

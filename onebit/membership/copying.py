@@ -7,7 +7,8 @@
     3. The newcomer applies them to its copy. Once it has everything, it comes to the rendezvous.
     4. At the change it tells the digests of the tensors in its copy. The member that sends the state leaves those out.
 
-So does a member that was away, once it finds that the others have gone on without it.
+So does a member that was away, once it finds that the others have gone on without it. In members of several ranks each
+gives to the one at its place, and all begin in the same step.
 
 The other members take no part before 3, and nothing that they do depends on the copy. What differs at the change is
 sent then, whatever the reason, so the copy decides how long a change takes, and not what a newcomer gets.
@@ -39,11 +40,12 @@ from ..comm import PeerError, Transport
 from ..comm.messages import gather_bytes, gather_texts
 from ..layout.buckets import AnyBucket
 from ..usage.contract import State
-from .rendezvous import LEAVE_S, MembershipError, Rendezvous, Roster
+from .rendezvous import LEAVE_S, MembershipError, Roster
 
 if TYPE_CHECKING:
     from ..step.replicated import Journal
     from .members import Members
+    from .node import Node
 
 log = logging.getLogger(__name__)
 
@@ -246,6 +248,8 @@ class Giver:
         self._givings: list[_Giving] = []
         self._has_left = False
         self._lock = threading.Lock()  # of these and of the optimizer's journal
+        self._asked: Roster | None = None  # for all ranks of this member; then the answers
+        self._answers: dict[Roster, str | None] = {}
 
     def answer(self, pair: Roster) -> str | None:
         """Begin a copy in another thread, unless there is a reason against it. From any thread.
@@ -254,12 +258,41 @@ class Giver:
             pair: This member and the newcomer.
 
         Returns:
-            "" if it has begun; why there will be none; None: ask again later, another newcomer gets one.
+            "" if it has begun; why there will be none; None: ask again later, another newcomer gets one, or the other
+            ranks of this member have yet to begin.
         """
+        if self._members.node is not None:
+            if (answer := self._answers.pop(pair, None)) is None and self._asked is None:
+                self._asked = pair
+            return answer
+        why = self._why_not()
+        return self._begin(pair) if why == "" else why
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether all ranks of this member are to call `begin_together`."""
+        return self._asked is not None
+
+    def begin_together(self, node: Node) -> None:
+        """Begin a copy for which the first rank was asked, on all ranks of this member or on none. All of them.
+
+        Args:
+            node: Those ranks.
+        """
+        epoch, names = node.share(None if self._asked is None else [self._asked.epoch, self._asked.names])[0]
+        pair, every = Roster(epoch, tuple(names)), node.share(self._why_not())
+        if all(why == "" for why in every):
+            every = node.share(self._begin(pair))
+        if self._asked is not None:
+            self._answers[pair] = None if None in every else next(filter(None, every), "")
+            self._asked = None
+
+    def _why_not(self) -> str | None:
         if not all(giving.is_ready for giving in self._living()):
             return None
-        if why := self._optimizer.why_not_repeated():
-            return why
+        return self._optimizer.why_not_repeated()
+
+    def _begin(self, pair: Roster) -> str:
         giving = _Giving(self._optimizer, self._members, pair, self._lines())
         with self._lock:
             if self._has_left:
@@ -466,7 +499,6 @@ class Copy:
     Args:
         optimizer: The newcomer's, not yet in the run.
         members: Its transport.
-        rendezvous: That of the transport.
         pair: The member that gives, and this one.
         lines: As in `Giver`.
 
@@ -474,10 +506,8 @@ class Copy:
         is_ready: Set once it has everything, or will get no more.
     """
 
-    def __init__(
-        self, optimizer: Repeatable, members: Members, rendezvous: Rendezvous, pair: Roster, lines: Sequence[str]
-    ):
-        self._optimizer, self._members, self._rendezvous = optimizer, members, rendezvous
+    def __init__(self, optimizer: Repeatable, members: Members, pair: Roster, lines: Sequence[str]):
+        self._optimizer, self._members, self._rendezvous = optimizer, members, members.rendezvous
         self._pair, self._lines = pair, lines
         self._buckets: dict[int, State] = {}
         self._is_stopped = False
@@ -485,6 +515,11 @@ class Copy:
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="onebit-copy", daemon=True)
         self._thread.start()
+
+    @property
+    def refusal(self) -> str:
+        """Why this newcomer does not fit the run; "" if it does."""
+        return str(self.error) if isinstance(self.error, ValueError) else ""
 
     def held(self, within_s: float) -> dict[str, Tensor]:
         """The tensors of the copy by digest, once the other member has sent all; none if that takes too long."""
@@ -519,7 +554,7 @@ class Copy:
         finally:
             if link is not None:
                 link.abandon()
-            if self.error is not None and not isinstance(self.error, ValueError):
+            if self.error is not None and not self.refusal:
                 log.info(
                     "%s: the copy from %s was given up: %s", self._rendezvous.name, self._pair.names[0], self.error
                 )
@@ -542,13 +577,14 @@ class Copy:
         return not message["is_end"]
 
 
-def copy_state(optimizer: Repeatable, members: Members, rendezvous: Rendezvous, lines: Sequence[str]) -> Copy | None:
+def copy_state(optimizer: Repeatable, members: Members, lines: Sequence[str]) -> Copy | None:
     """As a newcomer, copy the run's state while the others train, as far as it goes. None: nothing was copied.
+
+    All ranks of the newcomer, if it has several.
 
     Args:
         optimizer: The newcomer's, not yet in the run.
         members: Its transport.
-        rendezvous: That of the transport.
         lines: As in `Giver`.
 
     Raises:
@@ -556,12 +592,13 @@ def copy_state(optimizer: Repeatable, members: Members, rendezvous: Rendezvous, 
     """
     copy = None
     for _ in range(TRIES):
-        if (pair := rendezvous.ask()) is None:
+        if (pair := members.rendezvous.ask()) is None:
             break
-        copy = Copy(optimizer, members, rendezvous, pair, lines)
-        copy.is_ready.wait()
-        if isinstance(copy.error, ValueError):
-            raise copy.error
-        if copy.error is None:
+        copy = Copy(optimizer, members, pair, lines)
+        while not all(members.told(copy.is_ready.wait(TICK_S))):
+            pass
+        if refusal := next(filter(None, members.told(copy.refusal)), ""):
+            raise ValueError(refusal)
+        if not all(members.told(copy.error is not None)):
             break
     return copy

@@ -79,6 +79,9 @@ class DividesData(Protocol):
 class GivesCopies(Protocol):
     """A `copying.Giver`, as members see it."""
 
+    @property
+    def is_asked(self) -> bool: ...
+    def begin_together(self, node: Node) -> None: ...
     def enter(self, roster: Roster) -> None: ...
     def forget(self) -> None: ...
     def stop(self) -> None: ...
@@ -196,7 +199,17 @@ class Members(Transport):
         Raises:
             PeerError: Another rank of this member has lost the epoch.
         """
-        return here if self.node is None else self.node.check(is_due=here)
+        if self.node is None:
+            return here
+        is_due, is_asked = self.node.check(is_due=here, is_asked=self.giver is not None and self.giver.is_asked)
+        if is_asked:
+            assert self.giver is not None
+            self.giver.begin_together(self.node)
+        return is_due
+
+    def told(self, value: Any) -> list[Any]:
+        """What each rank of this member gives, a value of JSON. All of them."""
+        return [value] if self.node is None else self.node.share(value)
 
     @property
     def speaks(self) -> bool:

@@ -178,10 +178,15 @@ def _group(
 ) -> TorchTransport:
     from ..comm.transports.torch_distributed import TorchTransport
 
-    rendezvous.confirm(roster, "present")  # if a peer died while groups connect, Gloo would hang for ever
+    # If a peer died while groups connect, Gloo would hang for ever.
+    if roster.epoch > 0:
+        rendezvous.confirm(roster, "present")
     prefixed = dist.PrefixStore(f"group/{roster.epoch}/{place}", store())
     make = partial(torch_versions.gloo_group, prefixed, rank, len(roster.names), timedelta(seconds=CONNECT_S))
     try:
+        if roster.epoch < 0:  # a pair: ranks of a node connect apart, while the node may be in a step
+            prefixed.set(f"here/{rank}", "yes")
+            prefixed.wait([f"here/{each}" for each in range(len(roster.names))], timedelta(seconds=CONNECT_S))
         group = call_within(CONNECT_S + STORE_S, make, None)
     except (RuntimeError, TimeoutError) as error:
         raise PeerError(f"{rendezvous.name}: epoch {roster.epoch} does not connect: {reason(error)}") from error

@@ -25,9 +25,9 @@ from ..comm import PeerError, Transport
 from ..comm.messages import gather_bytes, gather_texts
 from ..comm.transports.base import Work
 from .published import Watched
-from .rendezvous import MembershipError, Patience, Rendezvous, Roster
+from .rendezvous import Gives, MembershipError, Patience, Rendezvous, Roster
 
-_LOST, _HERE, _DUE, _WAITS = range(4)
+_LOST, _HERE, _DUE, _ASKED, _WAITS = 0, 1, 2, 4, 8  # the middle three may be one word
 
 TELL_S = 1.0
 """While the first rank waits at the rendezvous, it tells the others so at this interval."""
@@ -46,20 +46,32 @@ class Node:
     def __init__(self, transport: Transport):
         self.transport, self.is_in_run = transport, False
 
-    def check(self, *, is_due: bool = False) -> bool:
-        """Whether this is so on any rank of the node. Sends one byte to each.
+    def check(self, *, is_due: bool = False, is_asked: bool = False) -> tuple[bool, bool]:
+        """Whether each of these is so on any rank of the node. Sends one byte to each.
 
         Args:
             is_due: Whether newcomers are to be let in before the next step, as far as this rank knows. Default False.
+            is_asked: Whether a newcomer has asked this rank for a copy of the state. Default False.
 
         Raises:
             PeerError: Another rank has lost the epoch: it has called `leave`.
             MembershipError: A rank of the node is lost.
         """
-        words = self._tell(_DUE if is_due else _HERE)
+        words = self._tell(_HERE | _DUE * is_due | _ASKED * is_asked)
         if _LOST in words:
             raise PeerError(f"rank {words.index(_LOST)} of this node has lost the epoch")
-        return _DUE in words
+        return any(word & _DUE for word in words), any(word & _ASKED for word in words)
+
+    def share(self, value: Any) -> list[Any]:
+        """What each rank of the node gives, in rank order.
+
+        Args:
+            value: This rank's, a value of JSON.
+
+        Raises:
+            PeerError: A rank of the node is lost.
+        """
+        return [json.loads(text) for text in gather_texts(self.transport, json.dumps(value))]
 
     def leave(self, missed: Collection[str] = ()) -> list[str]:
         """Leave the epoch with all ranks of the node: those that do not know yet learn it in their next operation.
@@ -72,9 +84,7 @@ class Node:
         """
         while any(word != _LOST for word in self._tell(_LOST)):
             pass
-        return sorted(
-            {name for text in gather_texts(self.transport, json.dumps(list(missed))) for name in json.loads(text)}
-        )
+        return sorted({name for names in self.share(list(missed)) for name in names})
 
     def ask(self, question: Callable[[], Any]) -> Any:
         """The answer of the first rank, a value of JSON; the others wait for it, as long as it takes.
@@ -185,7 +195,8 @@ class InNode(Transport):
 class NodeRendezvous:
     """The rendezvous for all ranks of a node: the first rank's, whose answers the others get.
 
-    Methods and errors are those of `Rendezvous`. All ranks of the node call `meet`, `has_begun` and `confirm` together.
+    Methods and errors are those of `Rendezvous`. All ranks of the node call `meet`, `ask`, `has_begun` and `confirm`
+    together.
 
     Args:
         node: The node.
@@ -207,7 +218,7 @@ class NodeRendezvous:
         missed: Collection[str] = (),
         *,
         lets_in: bool = True,
-        when_left: Callable[[], None] = lambda: None,  # not called: nodes copy nothing
+        when_left: Callable[[], None] = lambda: None,  # not called: the other ranks wait for the answer meanwhile
     ) -> Roster:
         all_missed = self._node.leave(missed)
 
@@ -217,6 +228,27 @@ class NodeRendezvous:
 
         epoch, names = self._ask(met)
         return Roster(epoch, tuple(names))
+
+    def gives(self, giver: Gives) -> None:
+        if self._first is not None:
+            self._first.gives(giver)
+
+    def ask(self) -> Roster | None:
+        def asked(first: Rendezvous) -> list[Any] | None:
+            pair = first.ask()
+            return None if pair is None else [pair.epoch, pair.names]
+
+        found = self._ask(asked)
+        return None if found is None else Roster(found[0], tuple(found[1]))
+
+    @property
+    def copied(self) -> float | None:
+        return None if self._first is None else self._first.copied
+
+    @copied.setter
+    def copied(self, share: float) -> None:
+        if self._first is not None:
+            self._first.copied = share
 
     def has_begun(self, roster: Roster) -> bool:
         self._node.check()

@@ -174,7 +174,8 @@ class Hub:
         assert rendezvous is not None
 
         def connect(roster: Roster, rank: int) -> FatedTransport:
-            rendezvous.confirm(roster, "present")
+            if roster.epoch > 0:
+                rendezvous.confirm(roster, "present")
             with self.lock:
                 new = PartialNetwork(len(roster.names), TIMEOUT_S)
                 network = self.networks.setdefault((roster, place), new)

@@ -9,6 +9,7 @@ whole model.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sys
 import time
@@ -27,6 +28,7 @@ def loss(out: Tensor, target: Tensor) -> Tensor:
 
 def main(address: str, name: str, founders: str, end: str, stage: str, form: str) -> None:
     patience = membership.Patience(suspect_s=1.0, silent_s=2.0, look_s=0.2, wait_s=60.0)
+    logging.basicConfig(level=logging.INFO)
     is_pipeline = form.endswith("pipeline")
     node = zero.grid.start(**({"pipe": 2, "shard": int(os.environ["WORLD_SIZE"]) // 2} if is_pipeline else {}))
     members = membership.connect(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
@@ -65,4 +66,7 @@ def test_a_node_ends_with_its_rank_and_another_takes_its_place(
     found = {(int(name[-1]) * stages // count, end[0], *end[3:]) for name, end in ends.items()}
     assert len(found) == stages, ends  # parameters, steps, learning rate
     assert [end[1:3] for end in ends.values()] == [["1", "1"]] * (2 * count) + [["0", "0"]] * count
+    copied = re.findall(r": (\S+) of (\S+) MB of the state were copied", run.output("a0").read_text())
+    assert len(copied) == (not form.startswith("dense"))
+    assert form.startswith("local") or all(float(before) > 0.9 * float(whole) for before, whole in copied), copied
     assert not any("gradients were changed" in run.output(name).read_text() for name in named)

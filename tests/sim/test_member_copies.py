@@ -14,6 +14,7 @@ import torch
 from faults.member_runs import Hub, Killed, Run
 from hypothesis import given
 from hypothesis import strategies as st
+from test_member_nodes import INF, KINDS, check, layouts, run_of
 from test_membership import Make, adam, delayed, local, net, parameters_of
 from torch import Tensor, nn
 
@@ -224,6 +225,28 @@ def test_a_step_that_exchanges_gradients_makes_buckets_be_sent_again(monkeypatch
     assert equal(run) and run.left[1] > 0.9 * run.left[0]
 
 
+@layouts
+@pytest.mark.parametrize(("kind", "most"), [("1-bit", 0.12), ("delayed", 0.12), ("LAMB", 0.3), ("local", 0.75)])
+def test_a_new_node_copies_all_parts(
+    kind: str, most: float, stages: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank those of the rank at its place in the first node, which all begin to give in the same step."""
+    sizes, without = list[tuple[int, int]](), copying.without
+
+    def less(state: Any, *rest: Any) -> Any:
+        found = without(state, *rest)
+        sizes.append((copying.bytes_of(state), copying.bytes_of(found)))
+        return found
+
+    monkeypatch.setattr(change, "without", less)
+    hub = Hub(2)
+    run = run_of(hub, [[INF] * ranks, [INF] * ranks], steps=6, newcomer=True, kind=KINDS[kind], stages=stages)
+    assert hub.holds.wait(30)
+    run.start_node("n", [INF] * ranks)
+    assert check(run, ranks) == ["a", "b", "n"]
+    assert len(sizes) == ranks and sum(found for _, found in sizes) < most * sum(whole for whole, _ in sizes), sizes
+
+
 def test_a_question_that_is_not_written_yet_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A newcomer takes a number, then writes its question. The first member may look in between."""
     write = Rendezvous._write
@@ -307,7 +330,7 @@ def test_a_newcomer_comes_once_no_less_is_left(monkeypatch: pytest.MonkeyPatch) 
 def test_a_member_that_has_left_gives_no_copy() -> None:
     optimizer, pair = Mock(), Mock(names=("a", "n"))
     optimizer.buckets, optimizer.why_not_repeated.return_value = [], ""
-    giver = copying.Giver(optimizer, Mock(), list)
+    giver = copying.Giver(optimizer, Mock(node=None), list)
     giver.stop()
     assert "has left" in (giver.answer(pair) or "")
     assert not giver._living()

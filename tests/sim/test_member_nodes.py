@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from faults.member_runs import Hub, Killed, Run
-from test_membership import await_newcomers
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -108,11 +108,11 @@ def give_gradients(params: list[torch.nn.Parameter], local: Transport, draw: tor
 
 
 def train(
-    members: Members, local: Transport, hub: Hub, steps: int, newcomers: int = 0, kind: Any = ADAM, stages: int = 1
+    members: Members, local: Transport, hub: Hub, steps: int, newcomer: bool = False, kind: Any = ADAM, stages: int = 1
 ) -> tuple[Tensor, int, int, int]:
-    """A shard after so many steps, and how many members went and came. Gradients need all ranks of the node.
+    """A shard after these steps, and how many members went and came. Gradients need all ranks of the node.
 
-    stages: of a pipeline, which its ranks have.
+    newcomer: steps are counted once one has come. stages: of a pipeline, which its ranks have.
     """
     whole, ranks = local.split(range(local.world_size)), local.world_size // stages
     stage, place = divmod(local.rank, ranks)
@@ -124,10 +124,14 @@ def train(
     parts = members.parts(group)
     optimizer = kind(params, bucket_cap_mb=0.0005, transport=members, model_parallel_group=parts)
     begin(optimizer)
-    draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
-    while optimizer.steps_taken() < steps:
-        if newcomers and optimizer.steps_taken() == 8 and local.rank == 0:
-            await_newcomers(members, hub, newcomers)
+    draw, last = torch.Generator().manual_seed(ord(members.rendezvous.name)), INF if newcomer else steps
+    while optimizer.steps_taken() < last:
+        if newcomer and optimizer.steps_taken() >= 8:
+            hub.holds.set()
+            time.sleep(0.002)
+        if last == INF and members.world_size > hub.founders:
+            # The others have taken the step before, unless it is under way.
+            last = optimizer.steps_taken() + steps + (members.joined == 0 and kind is not DELAYED)
         if stages > 1:
             give_gradients(params, local, draw)
         else:
@@ -240,7 +244,7 @@ def test_a_lost_rank_takes_its_node_along_and_the_others_go_on(place: int, fuse:
 @kinds
 def test_a_new_node_takes_over_all_parts(kind: Any, stages: int, ranks: int) -> None:
     hub = Hub(2)
-    run = run_of(hub, [[INF] * ranks, [INF] * ranks], steps=20, newcomers=1, kind=kind, stages=stages)
+    run = run_of(hub, [[INF] * ranks, [INF] * ranks], steps=12, newcomer=True, kind=kind, stages=stages)
     assert hub.holds.wait(30)
     run.start_node("n", [INF] * ranks)
     assert check(run, ranks) == ["a", "b", "n"]
@@ -300,9 +304,9 @@ def test_a_step_tells_a_nodes_ranks_so_often(kind: Any, expected: list[int], mon
     """Once the first steps, whose gradients are compared, are over; docs/members.md has these numbers."""
     told, check_of = Counter[str](), Node.check
 
-    def counted(node: Node, *, is_due: bool = False) -> bool:
+    def counted(node: Node, **what: bool) -> tuple[bool, bool]:
         told[threading.current_thread().name] += 1
-        return check_of(node, is_due=is_due)
+        return check_of(node, **what)
 
     monkeypatch.setattr(Node, "check", counted)
 
