@@ -177,7 +177,7 @@ class Form(ABC):
         if given.grid.transport.ranks_change and (why := cls.why_members_stay(given)):
             raise ValueError(
                 f"the form {cls.name!r} cannot go on as its members come and go (onebit.membership): {why}; use stage "
-                "0 in float32 without offloading, or any stage over the grid of a node (zero.members.grid_of(members, "
+                "0 in float32, or any stage over the grid of a node (zero.members.grid_of(members, "
                 'node)), with onebit.sharding "intra_node" for a one-bit optimizer'
             )
         for name in config.onebit.forward_methods:

@@ -2,8 +2,8 @@
 
 RANK and so on are those of the node alone, as torchrun sets them on each machine by itself. END as in
 `member_ranks.py`; FORM is "one bit", "delayed", "local" or "dense", with " pipeline" after it if the ranks are two
-stages. Rank 0 of the node prints the same lines as there, and every rank a digest of what it has: of a stage, or of the
-whole model.
+stages, or " on host" if the optimizer's state is there. Rank 0 of the node prints the same lines as there, and every
+rank a digest of what it has: of a stage, or of the whole model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def loss(out: Tensor, target: Tensor) -> Tensor:
 def main(address: str, name: str, founders: str, end: str, stage: str, form: str) -> None:
     patience = membership.Patience(suspect_s=1.0, silent_s=2.0, look_s=0.2, wait_s=60.0)
     logging.basicConfig(level=logging.INFO)
-    is_pipeline = form.endswith("pipeline")
+    is_pipeline, is_on_host = form.endswith("pipeline"), form.endswith("on host")
     node = zero.grid.start(**({"pipe": 2, "shard": int(os.environ["WORLD_SIZE"]) // 2} if is_pipeline else {}))
     members = membership.connect(
         address, founders=int(founders), token="test", name=name, timeout_s=3.0, patience=patience, node=node.world
@@ -45,7 +45,7 @@ def main(address: str, name: str, founders: str, end: str, stage: str, form: str
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 20}},
-        "zero_optimization": {"stage": int(stage)},
+        "zero_optimization": {"stage": int(stage), "offload_optimizer": {"device": "cpu" if is_on_host else "none"}},
         "bf16": {"enabled": stage == "2"},
         "onebit": {"check_replicas_every": 5},
     }

@@ -35,8 +35,8 @@ class NodeRun(Run):
         (3, "one bit", 2),
         (2, "local", 2),
         *(pytest.param(stage, form, 2, marks=pytest.mark.thorough)
-          for stage, form in ((1, "one bit"), (2, "one bit"), (2, "delayed"), (1, "local"), (3, "local"), (2, "dense"),
-            (3, "dense"), (0, "one bit pipeline"), (1, "local pipeline"), (0, "dense pipeline"))),
+          for stage, form in ((1, "one bit"), (2, "one bit"), (2, "delayed"), (1, "local on host"), (3, "local"),
+            (2, "dense on host"), (3, "dense"), (0, "one bit pipeline"), (1, "local pipeline"), (0, "dense pipeline"))),
         *(pytest.param(stage, form, 4, marks=pytest.mark.thorough)
           for stage, form in ((1, "one bit pipeline"), (3, "delayed pipeline"))),
     ],
@@ -67,6 +67,8 @@ def test_a_node_ends_with_its_rank_and_another_takes_its_place(
     assert len(found) == stages, ends  # parameters, steps, learning rate
     assert [end[1:3] for end in ends.values()] == [["1", "1"]] * (2 * count) + [["0", "0"]] * count
     copied = re.findall(r": (\S+) of (\S+) MB of the state were copied", run.output("a0").read_text())
-    assert len(copied) == (not form.startswith("dense"))
+    told = run.output("new0").read_text()  # on a busy machine the first node may seem silent
+    is_without = form.startswith("dense") or "no copy of the state" in told or "was given up" in told
+    assert len(copied) == (not is_without)
     assert form.startswith("local") or all(float(before) > 0.9 * float(whole) for before, whole in copied), copied
     assert not any("gradients were changed" in run.output(name).read_text() for name in named)

@@ -27,8 +27,11 @@ DELAYED = {
 DENSE = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 LOCAL = {**DENSE, "onebit": {"local_steps": {"every": 4}, "bucket_cap_mb": 0.001}}
 LATE = {**DENSE, "onebit": {"local_steps": {"every": 4, "fragments": 2, "delay": 2}, "bucket_cap_mb": 0.001}}
+ON_HOST = {**DENSE, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 FORMS = pytest.mark.parametrize(
-    "form", [ONE_BIT, DELAYED, DENSE, LOCAL, LATE], ids=["one bit", "delayed", "dense", "local", "local, delayed"]
+    "form",
+    [ONE_BIT, DELAYED, DENSE, ON_HOST, LOCAL, LATE],
+    ids=["one bit", "delayed", "dense", "dense on host", "local", "local, delayed"],
 )
 BLOCKS = {
     "train_micro_batch_size_per_gpu": 4,
@@ -41,7 +44,7 @@ BLOCKS = {
 
 def config_of(form: dict[str, Any]) -> dict[str, Any]:
     blocks = dict(BLOCKS)
-    if form is DENSE:
+    if form in (DENSE, ON_HOST):
         blocks["onebit"] = {"bucket_cap_mb": 0.001}
     return {**blocks, **form}
 
@@ -146,7 +149,7 @@ def test_one_member_trains_as_the_engine_alone(form: dict[str, Any]) -> None:
         for _ in range(2):
             x = torch.randn(4, 12, generator=draw)
             ((model(x) - x).square().mean() / 2).backward()
-        if form is DENSE:
+        if form in (DENSE, ON_HOST):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

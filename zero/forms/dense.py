@@ -23,7 +23,7 @@ from ...layout.masters import is_low
 from ...model_parallel import ModelParallelGroup, gathered, like, local
 from ...moments import MomentOptimizer
 from ..config.whole import Config
-from ..form import Form, Given, choice_of, is_plain, offloads
+from ..form import Form, Given, choice_of
 from ..grid import GridShape
 from ..offload.optimizer import Offload
 from ..parallel import dense
@@ -98,11 +98,6 @@ class Dense(InNode):
                 f"torch's {kind} keeps no float32 masters, so that small updates would be lost: enable "
                 '"bf16" or "fp16", or cast the model with model.float()'
             )
-
-    @classmethod
-    def why_members_stay(cls, given: Given) -> str:
-        fits = (is_plain(given.config) or given.grid.device_mesh is not None) and not offloads(given.config)
-        return "" if fits else super().why_members_stay(given)
 
     @classmethod
     def build(cls, given: Given) -> Form:

@@ -21,9 +21,19 @@ from ..parallel.partitioned import Partitioned
 from ..parallel.sharding import Sharding
 from ..pipeline.layers import Stage, parts_of
 
+IN_FILES = "its state is in files, and a newcomer gets tensors"
+
 
 class InNode(Form):
     """A form in which nodes hold replicas: sharding stays inside them."""
+
+    @classmethod
+    def why_members_stay(cls, given: Given) -> str:
+        if uses_files(given.config):
+            return IN_FILES
+        # Without a mesh a member is one rank, which has no shards: only masters in low precision, which FSDP2 places.
+        has_node = given.grid.device_mesh is not None
+        return "" if is_plain(given.config) or has_node else super().why_members_stay(given)
 
     @classmethod
     def build(cls, given: Given) -> Form:

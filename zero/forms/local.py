@@ -22,7 +22,7 @@ from ...local.state import OURS
 from ...model_parallel import ModelParallelGroup, like, local
 from ...usage.buffers import persistent_buffers
 from ..config.whole import Config
-from ..form import Given, is_plain, offloads
+from ..form import Given
 from ..grid import GridShape
 from ..parallel import dense
 from .in_node import InNode, uses_files
@@ -48,11 +48,6 @@ class Local(InNode):
     _grad_norm: float | None = None
 
     # ---------------------------------------------------------------- before it is made
-
-    @classmethod
-    def why_members_stay(cls, given: Given) -> str:
-        fits = (is_plain(given.config) or given.grid.device_mesh is not None) and not offloads(given.config)
-        return "" if fits else super().why_members_stay(given)
 
     @classmethod
     def fits(cls, config: Config, shape: GridShape) -> bool:

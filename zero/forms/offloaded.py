@@ -22,6 +22,7 @@ from ..grid import GridShape
 from ..offload.optimizer import Offload
 from ..parallel import dense
 from .dense import Dense
+from .in_node import IN_FILES
 
 
 class Offloaded(Dense):
@@ -38,6 +39,10 @@ class Offloaded(Dense):
     def fits(cls, config: Config, shape: GridShape) -> bool:
         is_in_files = config.zero_optimization.offload_param.device == "nvme"
         return is_in_files and shape.size("pipe") == shape.size("tensor") == 1 and super().fits(config, shape)
+
+    @classmethod
+    def why_members_stay(cls, given: Given) -> str:
+        return IN_FILES
 
     @classmethod
     def check(cls, given: Given) -> None:

@@ -64,15 +64,6 @@ class Replicated(OneBit, InNode):
         return is_plain(config) and config.optimizer is not None and config.optimizer.is_one_bit
 
     @classmethod
-    def why_members_stay(cls, given: Given) -> str:
-        config = given.config
-        if uses_files(config):
-            return "its state is in files, and a newcomer gets tensors"
-        # Without a mesh a member is one rank, which has no shards: only masters in low precision, which FSDP2 places.
-        has_node = given.grid.device_mesh is not None
-        return "" if is_plain(config) or has_node else super().why_members_stay(given)
-
-    @classmethod
     def make_optimizer(cls, given: Given, held: ModelParallelGroup) -> torch.optim.Optimizer:
         config = given.config
         made = given.optimizer(held, **config.optimizer_options())(given.groups(given.model))
