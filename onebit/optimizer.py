@@ -521,6 +521,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         while True:
             try:
                 if why is not None:
+                    self._change_is_due = False  # newcomers come in with this one
                     change(self, members, why)
                 return self._land_now()
             except PeerError as error:

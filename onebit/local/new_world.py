@@ -88,6 +88,7 @@ def for_others(optimizer: Stepping) -> State:
         "interval": optimizer.stats.interval,
         "rounds_due": [fragment.index for fragment in optimizer.rounds_due],
         "is_syncing": optimizer.is_syncing,
+        "compared": optimizer.replica_check.compared,
         "fragments": [
             {"since_landed": fragment.since_landed()[1:], **{name: getattr(fragment, name) for name in _TIMETABLE}}
             for fragment in optimizer.fragments
@@ -144,7 +145,7 @@ def take_over(optimizer: Stepping, theirs: State, own: State | None) -> None:
         optimizer.balance.begin(left, left)
     optimizer.replica.show()
     optimizer.rounds.stop_looking()
-    optimizer.replica_check.restart(optimizer.steps)
+    optimizer.replica_check.compared = theirs["compared"]  # or some would compare anchors in a round, and others not
 
 
 def _decay(fragment: Fragment, keeps: Sequence[float], decays: Sequence[bool]) -> None:

@@ -693,6 +693,49 @@ def test_a_newcomer_may_come_as_a_member_is_lost(
     assert all(torch.equal(run.results["a"], params) for params in run.results.values())
 
 
+def test_newcomers_that_come_with_a_loss_in_sync_come_once() -> None:
+    """All had agreed to let them in before the next step: those that did so in sync() would change again, alone."""
+    hub = Hub(3)
+
+    def work(members: Members) -> int:
+        def before_step(optimizer: Any) -> None:
+            if optimizer.steps_taken() == 9:
+                await_newcomers(members, hub, 1)
+            if optimizer.steps_taken() == 10 and members.rendezvous.name != "n":
+                if members.rendezvous.name == "c":
+                    raise Killed
+                optimizer.sync()
+
+        _, optimizer = trained(members, 20, delayed, before_step)
+        optimizer.sync()
+        end(optimizer)
+        assert members.roster is not None
+        return members.roster.epoch
+
+    run = founded(hub, work, [INF, INF, INF]).joined_by("n")
+    assert run.results == {"a": 2, "b": 2, "n": 2}
+
+
+def test_a_newcomer_compares_anchors_with_the_others() -> None:
+    """They have compared less recently than it came: it would leave out a comparison that is due in a round."""
+    hub = Hub(2)
+    make = partial(local, fragments=2, check_replicas_every=11)
+
+    def work(members: Members) -> int:
+        def before_step(optimizer: Any) -> None:
+            if optimizer.steps_taken() == 11:  # rounds of the first fragment are after steps 10 and 14
+                await_newcomers(members, hub, 1)
+
+        _, optimizer = trained(members, 20, make, before_step)
+        optimizer.sync()
+        end(optimizer)
+        assert members.roster is not None
+        return members.roster.epoch
+
+    run = founded(hub, work, [INF, INF]).joined_by("n")
+    assert run.results == {"a": 2, "b": 2, "n": 2}
+
+
 def test_parameters_are_the_anchor_after_a_round_that_could_not_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a `sync()` has followed: what is remembered of the parameters as they were sent goes with the round.
 
