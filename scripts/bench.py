@@ -16,7 +16,6 @@ NAMES = (
     "hops",
     "pipeline",
     "kernels",
-    "cubins",
     "host_adam",
     "host_time",
     "memory",
