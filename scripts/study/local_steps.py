@@ -35,7 +35,6 @@ from onebit.comm import Codec, IdentityCodec, Int8Codec, SignCodec, SimTransport
 from study.catalog import TASKS, load_task
 from study.run import WEIGHT_DECAY, muon_groups
 from study.tasks import Task
-from study.topk import TopKCodec
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,6 @@ WAYS = {
     "one bit": Way(_fixed, SignCodec()),
     "one bit, started": Way(_started, SignCodec()),
     "local, started": Way(_started, IdentityCodec()),
-    "top-k, 1 of 64": Way(_fixed, TopKCodec()),
-    "top-k, 1 of 16": Way(_fixed, TopKCodec(kept=256)),
     "one bit, corrected": Way(_fixed, SignCodec(), correction_steps=80),
     "one bit, started, corrected": Way(_started, SignCodec(), correction_steps=80),
     "local, speeds 1 : 3": Way(_fixed, IdentityCodec(), speeds=(1, 3)),
@@ -185,7 +182,6 @@ def report(results: Sequence[dict]) -> Iterator[str]:
     best = {key: _best(compared, *key) for key in rates_of}
     plain = next((value for (method, _), value in best.items() if method == "AdamW"), None)
     in_full = {"one bit": "local", "one bit, started": "local, started", "DiLoCo, one bit": "DiLoCo, fp32"}
-    in_full |= {"top-k, 1 of 64": "local", "top-k, 1 of 16": "local"}
     in_full |= {"one bit, speeds 1 : 3": "one bit", "local, speeds 1 : 3": "local"}
     in_full |= {"DiLoCo, int8": "DiLoCo, fp32", "DiLoCo, .7 and .6, one bit": "DiLoCo, .7 and .6, fp32"}
     rows = []
