@@ -10,7 +10,6 @@ import sys
 STUDIES = {  # by name: the module that has its main(argv), and what it compares
     "activations": "study.activations",  # few bits between pipeline stages
     "calibration": "study.calibration",  # served weights in few bits: perplexity
-    "clip": "study.clip",  # clipped steps that leave before their norm is known
     "compression": "study.compression",  # models that shrink: loss against bytes
     "data-efficiency": "study.data_efficiency",  # half the tokens; --cost: their own time
     "ddp-hooks": "study.ddp_hooks",  # communication hooks of DDP
