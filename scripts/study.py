@@ -1,7 +1,7 @@
 """Loss and traffic of the optimizers against their dense twins; by name, what other parts cost or gain in loss.
 
 python scripts/study.py --task byte-lm digits --ranks 4 --results runs/study.jsonl --record scripts/records/study.md
-python scripts/study.py NAME                    (below; all take --help; ddp-hooks under torchrun)
+python scripts/study.py NAME                    (below; all take --help)
 """
 
 import importlib
@@ -12,7 +12,6 @@ STUDIES = {  # by name: the module that has its main(argv), and what it compares
     "calibration": "study.calibration",  # served weights in few bits: perplexity
     "compression": "study.compression",  # models that shrink: loss against bytes
     "data-efficiency": "study.data_efficiency",  # half the tokens; --cost: their own time
-    "ddp-hooks": "study.ddp_hooks",  # communication hooks of DDP
     "inference-models": "study.inference_models",  # whose tokens served models of transformers give
     "local-steps": "study.local_steps",  # the price of locality, and of compression
     "member-shares": "study.member_shares",  # members that take unlike numbers of micro-batches
