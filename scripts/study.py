@@ -14,7 +14,6 @@ STUDIES = {  # by name: the module that has its main(argv), and what it compares
     "data-efficiency": "study.data_efficiency",  # half the tokens; --cost: their own time
     "inference-models": "study.inference_models",  # whose tokens served models of transformers give
     "local-steps": "study.local_steps",  # the price of locality, and of compression
-    "member-shares": "study.member_shares",  # members that take unlike numbers of micro-batches
     "models": "study.models",  # which models of transformers train in which form of the engine
     "sequences": "study.sequences",  # sequences split over ranks: few bits, and layouts
     "sparse-attention": "study.sparse_attention",  # retrieval: what a layout sees; byte-lm: its loss

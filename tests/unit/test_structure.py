@@ -120,7 +120,7 @@ ROOMS = {
     "train": {"train"},
     "bench": {"bench", "train"},
     "time_to_loss": {"time_to_loss", "bench", "study", "train"},
-    "study": {"study", "bench", "faults", "train"},
+    "study": {"study", "bench", "train"},
     "faults": {"faults", "bench", "train"},
     "gpu_check": {"gpu_check", "bench", "study", "faults", "train"},
 }
