@@ -9,7 +9,6 @@ import sys
 
 STUDIES = {  # by name: the module that has its main(argv), and what it compares
     "activations": "study.activations",  # few bits between pipeline stages
-    "calibration": "study.calibration",  # served weights in few bits: perplexity
     "compression": "study.compression",  # models that shrink: loss against bytes
     "data-efficiency": "study.data_efficiency",  # half the tokens; --cost: their own time
     "inference-models": "study.inference_models",  # whose tokens served models of transformers give
