@@ -10,7 +10,6 @@ import sys
 STUDIES = {  # by name: the module that has its main(argv), and what it compares
     "activations": "study.activations",  # few bits between pipeline stages
     "compression": "study.compression",  # models that shrink: loss against bytes
-    "data-efficiency": "study.data_efficiency",  # half the tokens; --cost: their own time
     "inference-models": "study.inference_models",  # whose tokens served models of transformers give
     "local-steps": "study.local_steps",  # the price of locality, and of compression
     "models": "study.models",  # which models of transformers train in which form of the engine

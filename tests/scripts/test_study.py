@@ -23,8 +23,6 @@ from study.main import read_results
 from study.report import best_lr, gap_with_interval, report, runs_by_lr, verdict
 from study.run import Job, Point, Result, run_job
 from study.tasks import MASK, Task
-from train.corpus import Corpus
-from train.model import SIZES, ModelSize
 
 JOB = Job(task="digits", method="onebit-adam", lr=4e-3, seed=1, steps=6, ranks=2, batch_size=4)
 
@@ -279,48 +277,3 @@ def test_a_figure_of_recorded_runs_is_drawn(tmp_path: Path) -> None:
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps(study.to_line(run)) + "\n" for run in runs))
     study.main(["--report-only", "--results", str(tmp_path / "runs.jsonl"), "--figure", str(tmp_path / "figure.png")])
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG") and not (tmp_path / "figure.md").exists()
-
-
-def test_half_the_tokens_beside_the_full_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny case of every method, the report and the figure; resumed, nothing runs again."""
-    from study import data_efficiency
-
-    size = ModelSize(layers=3, width=16, heads=2, context=32)
-    monkeypatch.setitem(SIZES, "least", size)
-    monkeypatch.setattr(
-        data_efficiency, "corpus", lambda: Corpus(bytes(range(97, 123)) * 400, bytes(range(97, 123)) * 9, (), "3")
-    )
-    path = tmp_path / "data.jsonl"
-    flags = ["--size", "least", "--tokens", "1024", "--batch-size", "4", "--lrs", "0.01", "--seeds", "1"]
-    flags += ["--results", str(path)]
-    args = data_efficiency.parse_args(flags)
-    data_efficiency.study(args)
-    results = data_efficiency.read_results(path)
-    assert len(results) == 10
-    for job, result in results.items():
-        tokens = result.curve[-1][0]
-        assert (
-            tokens >= (1024 if job.method == "full" else 512)
-            and tokens < (1024 if job.method == "full" else 512) + 4 * 32
-        )
-        assert result.loss < 5.6
-    monkeypatch.setattr(data_efficiency, "run_job", lambda job: pytest.fail("a run that is there is run again"))
-    data_efficiency.study(args)
-    text = data_efficiency.report(results)
-    assert text.count("\n| ") == 12 and "25.6 % less wall clock" in text
-    data_efficiency.draw(results, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 1000
-    said = data_efficiency.cost("least", 4, 1)
-    assert set(said) == {"step", "sampler", "dropping"} and said["step"] > 0
-
-
-@pytest.mark.parametrize("tokens", [1e6, 1.3e6, 2e6, 4e6])
-def test_a_method_is_worth_the_tokens_that_a_plain_run_needs(tokens: float) -> None:
-    from study import data_efficiency
-
-    def row(method: str, plain_tokens: float, used: float) -> data_efficiency.Row:
-        return data_efficiency.Row(method, "adamw", 1e-3, [9 * plain_tokens**-0.3], [], 1.0, used)
-
-    rows = [row("full", 2e6, 2e6), row("half", 1e6, 1e6), row("curriculum", tokens, 1e6)]
-    assert [data_efficiency.worth_of(each, rows) for each in rows] == ["", "", f"{tokens / 1e6:.2f} ×"]
-    assert data_efficiency.worth_of(rows[2], rows[1:]) == ""
