@@ -14,7 +14,6 @@ STUDIES = {  # by name: the module that has its main(argv), and what it compares
     "local-steps": "study.local_steps",  # the price of locality, and of compression
     "models": "study.models",  # which models of transformers train in which form of the engine
     "sequences": "study.sequences",  # sequences split over ranks: few bits, and layouts
-    "sparse-attention": "study.sparse_attention",  # retrieval: what a layout sees; byte-lm: its loss
 }
 
 if __name__ == "__main__":

@@ -100,7 +100,6 @@ COMMANDS: dict[str, tuple[str, Sequence[str]]] = {
     "study.py": ("study.main", ["--record", str(RECORD)]),
     "study.py, its lines": ("study.main", ["--results", str(RECORD)]),
     "study.py activations": ("study.activations", ["--results", str(RECORD)]),
-    "study.py sparse-attention": ("study.sparse_attention", ["byte-lm", "--results", str(RECORD)]),
     "bench.py sparse_attention": ("bench.sparse_attention", ["--record", str(RECORD)]),
     "train.py corpus": ("train.corpus", ["--manifest", str(RECORD)]),
     "train.py plot": ("train.plot", ["a.csv", "--out", str(RECORD)]),

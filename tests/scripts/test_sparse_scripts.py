@@ -1,4 +1,4 @@
-"""The benchmark, the studies and the command of sparse attention, in tiny cases: they say what they measured."""
+"""The benchmark and the command of sparse attention, in tiny cases: they say what they measured."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from bench import sparse_attention as bench
-from study import sparse_attention as study
 
 from onebit.cli import main as command
 
@@ -52,32 +50,6 @@ def test_the_layouts_of_the_benchmark_are_as_thin_as_they_are_said_to_be() -> No
     for length in (4096, 8192):
         for config in bench.LAYOUTS.values():
             assert bench.build_layout(config, 1, length).density < 0.15
-
-
-def test_only_layouts_that_see_the_pairs_can_answer() -> None:
-    """Of 4,096 tokens the last must see the first block; a window's farthest is far from it."""
-    assert [study.farthest_tokens(name, 4096, 2) for name in study.SEES] == [4032, 4032, 256]
-
-
-def test_a_question_has_its_answer_among_the_first_tokens() -> None:
-    text, value = study.questions(5, 100, torch.Generator().manual_seed(1))
-    for row, expected in zip(text.tolist(), value.tolist(), strict=True):
-        asked = row[-1] - 128
-        said = {token - 192 for token in row[:64]}
-        assert asked * 8 + expected in said and len(said) == study.KEYS
-        assert max(row[64:-1]) < 128
-
-
-def test_the_studies_run_and_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a tiny case; what the file holds is not run again."""
-    made = study.retrieve("window", 0, steps=1, length=128, batch=2)
-    assert made.right is not None and 0 <= made.right <= 1 and made.loss > 0
-    results = tmp_path / "far.jsonl"
-    lines = [made.__dict__ | {"name": name} for name in study.SEES]
-    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    study.main(["retrieval", "--results", str(results)])
-    assert "| bslongformer | 0 | 1 |" in capsys.readouterr().out
-    assert len(results.read_text().splitlines()) == 3
 
 
 def test_the_command_draws_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
