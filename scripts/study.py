@@ -13,7 +13,6 @@ STUDIES = {  # by name: the module that has its main(argv), and what it compares
     "inference-models": "study.inference_models",  # whose tokens served models of transformers give
     "local-steps": "study.local_steps",  # the price of locality, and of compression
     "models": "study.models",  # which models of transformers train in which form of the engine
-    "sequences": "study.sequences",  # sequences split over ranks: few bits, and layouts
 }
 
 if __name__ == "__main__":
