@@ -24,7 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from strangers import ROOT, checkout
+from provenance import ROOT, checkout
 
 OPPOSITE = {ast.Eq: ast.NotEq, ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Is: ast.IsNot, ast.In: ast.NotIn}
 OPPOSITE |= {ast.Add: ast.Sub, ast.Mult: ast.Div, ast.FloorDiv: ast.Mod, ast.And: ast.Or, ast.BitAnd: ast.BitOr}

@@ -1,4 +1,4 @@
-"""Which tree a number comes from, and the rule of `records/`: a record names a commit that anybody can check out.
+"""Which tree a number comes from, and the rule of `records/`: a record names a commit that anyone can check out.
 
 A script that can write there takes such files by `record_path`, which refuses before anything is measured, and writes
 them by `write_record` or after `refuse_dirty_tree`, which refuse where files were edited meanwhile. Standard library
@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import shutil
 import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = Path("scripts", "records")
+COMPILED = ("comm/kernels/_kernels.so", "onebit/host/_host.so")
 _NAMED = 3
 
 
@@ -90,6 +96,26 @@ def revision() -> str:
         return commit + ("+" if changed_files() else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+@contextmanager
+def checkout(revision: str) -> Iterator[Path]:
+    """A work tree of a revision, in a temporary folder. Its libraries are this tree's if these have the same source."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        _git(ROOT, "worktree", "add", "--quiet", "--detach", str(tree), revision)
+        try:
+            source = ["git", "-C", str(ROOT), "diff", "--quiet", revision, "--", "csrc", "setup.py"]
+            if subprocess.run(source).returncode == 0:
+                for name in COMPILED:
+                    if (ROOT / name).exists():
+                        shutil.copy(ROOT / name, tree / name)
+            else:
+                build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+                subprocess.run(build, cwd=tree, check=True, capture_output=True)
+            yield tree
+        finally:
+            _git(ROOT, "worktree", "remove", "--force", str(tree))
 
 
 def _git(root: Path, *words: str) -> list[str]:

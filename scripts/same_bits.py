@@ -23,10 +23,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from provenance import record_path
+from provenance import ROOT, checkout, record_path
 from reports import publish
 
-ROOT = Path(__file__).resolve().parent.parent
 PLAIN = ("onebit-adam", "onebit-lamb", "zero-one-adam", "adamw", "lamb")
 ONE_BIT = PLAIN[:3]
 STEPS, LONG_STEPS = 12, 30
@@ -243,15 +242,6 @@ def run_start(tree: Path, name: str, folder: Path) -> dict[str, Ended]:
     return {run: Ended(**each) for run, each in json.loads(out.read_text()).items()}
 
 
-def check_out(revision: str, folder: Path) -> None:
-    """The revision's tree in this folder, with its kernel built."""
-    git = ["git", "-C", str(ROOT)]
-    subprocess.run([*git, "worktree", "add", "--detach", "--force", str(folder), revision], check=True)
-    subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=folder, check=True, capture_output=True
-    )
-
-
 def report(base: str, found: Mapping[str, Mapping[str, tuple[Ended, Ended]]]) -> str:
     """What was found, as Markdown."""
     runs = [pair for start in found.values() for pair in start.values()]
@@ -309,16 +299,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rich.progress import track
 
     found: dict[str, dict[str, tuple[Ended, Ended]]] = {}
-    with tempfile.TemporaryDirectory(prefix="same-bits-") as temporary:
-        base = Path(temporary, "base")
-        try:
-            check_out(args.base, base)
-            for k, name in enumerate(track(args.only, "training")):
-                trees = [base, ROOT] if k % 2 == 0 else [ROOT, base]
-                ended = {tree: run_start(tree, name, Path(temporary)) for tree in trees}
-                found[name] = {run: (ended[base][run], ended[ROOT][run]) for run in ended[ROOT] if run in ended[base]}
-        finally:
-            subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(base)], check=False)
+    with tempfile.TemporaryDirectory(prefix="same-bits-") as temporary, checkout(args.base) as base:
+        for k, name in enumerate(track(args.only, "training")):
+            trees = [base, ROOT] if k % 2 == 0 else [ROOT, base]
+            ended = {tree: run_start(tree, name, Path(temporary)) for tree in trees}
+            found[name] = {run: (ended[base][run], ended[ROOT][run]) for run in ended[ROOT] if run in ended[base]}
     text = report(args.base, found)
     publish(args, text)
     return int(any(before.differs_in(after) for pairs in found.values() for before, after in pairs.values()))

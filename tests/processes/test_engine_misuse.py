@@ -26,7 +26,6 @@ FOUND_EMPTY = [  # configuration, shards, whether the root has parameters, how
 ]
 
 
-@pytest.mark.stranger("hangs", "3: a rank's loss has no graph (an empty batch) at stages 1 to 3, and the others wait")
 @pytest.mark.timeout(120)
 def test_a_loss_without_a_graph_counts_as_a_zero_gradient() -> None:
     ended = run_torchrun(2, empty_batches, FOUND_EMPTY, timeout_s=90)
@@ -58,7 +57,6 @@ RARER = [
 ]
 
 
-@pytest.mark.stranger("hangs", "4: rank 0 alone saves a checkpoint, and nothing says who is missing in what")
 @pytest.mark.parametrize(
     ("call", "name", "stage"), CALLS + [pytest.param(*case, marks=pytest.mark.thorough) for case in RARER]
 )
@@ -81,7 +79,6 @@ def test_whole_weights_are_loaded_or_refused_before_anything_is_written(stage: i
     assert (error != "") == is_as_before == (stage == 3) and is_loaded
 
 
-@pytest.mark.stranger("wrong without a word", "7: torch.save(engine.module.state_dict()) on rank 0 writes its shard")
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_one_ranks_state_dict_is_whole_or_refused(stage: int, tmp_path: Path) -> None:
     ended = run_torchrun(2, half_saved, str(tmp_path), config_of("AdamW", stage), 2, timeout_s=50)

@@ -73,7 +73,6 @@ def test_every_public_style_configuration_trains(tmp_path: Path) -> None:
         assert not problems, "\n".join(problems.values())
 
 
-@pytest.mark.stranger("hangs", "2: through the engine, a loss is averaged before step() and ranks leave layers out")
 @pytest.mark.timeout(100)
 def test_a_collective_of_the_scripts_own_between_backward_and_step() -> None:
     """While a replica's gradients are missing; at every stage, buckets of one layer each."""

@@ -96,7 +96,6 @@ COMMANDS: dict[str, tuple[str, Sequence[str]]] = {
     "faults.py, its lines": ("faults.main", ["--results", str(RECORD)]),
     "gpu_check.py": ("gpu_check.main", ["--rehearse", "--record", str(RECORD)]),
     "same_bits.py": ("same_bits", ["HEAD", "--record", str(RECORD)]),
-    "strangers.py": ("strangers", ["--record", str(RECORD)]),
     "study.py": ("study.main", ["--record", str(RECORD)]),
     "study.py, its lines": ("study.main", ["--results", str(RECORD)]),
     "study.py activations": ("study.activations", ["--results", str(RECORD)]),

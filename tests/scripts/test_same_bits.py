@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def test_the_exit_status_and_the_record_say_what_differs(
         here = replace(SAME, **change, step_s=1.0) if tree == same_bits.ROOT else SAME
         return {"first": here, "second": replace(SAME, step_s=here.step_s)}
 
-    monkeypatch.setattr(same_bits, "check_out", lambda revision, folder: None)
+    monkeypatch.setattr(same_bits, "checkout", lambda revision: nullcontext(tmp_path))
     monkeypatch.setattr(same_bits, "run_start", run_start)
     record = tmp_path / "record.md"
     status = same_bits.main(["HEAD", "--only", "threads", "one rank", "--record", str(record)])

@@ -114,7 +114,6 @@ def test_other_buffers_on_one_rank_are_refused_by_all() -> None:
 # ---------------------------------------------------------------- what has no mean
 
 
-@pytest.mark.stranger("wrong without a word", "11: sync_buffers averages spectral norm's vectors away")
 @pytest.mark.parametrize("form", ["hooks", "parametrization"])
 def test_spectral_norm_evaluates_as_rank_0_does(form: str) -> None:
     """u and v point the other way on rank 1, as they may: their mean is 0, and the weight divided by it no number."""
@@ -151,7 +150,6 @@ class Features(nn.Module):
         return self.norm(self.out(torch.cos(x @ self.frequencies) * self.mask))
 
 
-@pytest.mark.stranger("wrong without a word", "11: sync_buffers averages random Fourier features")
 def test_random_features_are_rank_0s_and_statistics_the_mean() -> None:
     def work(transport: SimTransport) -> Features:
         model = Features(transport.rank)
@@ -164,7 +162,6 @@ def test_random_features_are_rank_0s_and_statistics_the_mean() -> None:
         assert model.norm.running_var is not None and model.norm.running_var.tolist() == [0.5]
 
 
-@pytest.mark.stranger("wrong without a word", "11: LocalSteps begins with the mean of what each rank drew")
 def test_local_steps_begin_with_rank_0s_buffers_and_keep_them() -> None:
     def work(transport: SimTransport) -> list[Tensor]:
         model = Features(transport.rank)

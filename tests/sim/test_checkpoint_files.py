@@ -297,7 +297,6 @@ def test_without_latest_the_newest_whole_one_is_loaded(
 
 @both_kinds
 @pytest.mark.timeout(60)
-@pytest.mark.stranger("breaks", "22: a `latest` that names nothing raises; promised is the newest whole checkpoint")
 @pytest.mark.parametrize("is_gone", [False, True], ids=["never was", "was removed"])
 def test_a_latest_that_names_nothing_is_the_newest_whole_one(
     kind: Kind, is_gone: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -315,7 +314,6 @@ def test_a_latest_that_names_nothing_is_the_newest_whole_one(
 
 @both_kinds
 @pytest.mark.timeout(60)
-@pytest.mark.stranger("blames the wrong thing", "22: with a stale stamp.json, the error calls a healthy file damaged")
 @pytest.mark.parametrize("is_same_step", [False, True], ids=["of another step", "of another save"])
 def test_a_stale_stamp_is_what_is_blamed(kind: Kind, is_same_step: bool, tmp_path: Path) -> None:
     save(kind, tmp_path, 1, 2)

@@ -98,7 +98,6 @@ def trained(transport: SimTransport, own: SimTransport | None, name: str, passes
 
 
 @pytest.mark.slow
-@pytest.mark.stranger("hangs", "2: a loss is averaged between backward() and step(), and one rank has left a layer out")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("name", "passes"),

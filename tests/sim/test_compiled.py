@@ -57,7 +57,6 @@ def trained(name: str, compiled: str, steps: int = 5) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.stranger("breaks", "20: torch.compile(optimizer.step), or of a whole training step, dies in dynamo")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", MAKERS)
 def test_compiled_steps_are_the_plain_ones_to_the_bit(name: str) -> None:
@@ -74,7 +73,6 @@ def test_hooks_run_behind_a_compiled_backward_pass(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.stranger("breaks", "20: a compiled function that drives the engine dies in dynamo")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_compiled_function_may_drive_the_engine(stage: int) -> None:

@@ -183,7 +183,6 @@ def test_rebuilt_buckets_keep_what_is_owed() -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.stranger("blames the wrong thing", "21: the DDP hook refuses the state that rank 0 alone has saved")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_rank_0_alone_has_saved_is_enough(world_size: int, caplog: pytest.LogCaptureFixture) -> None:
     def first(transport: SimTransport) -> dict[str, object]:

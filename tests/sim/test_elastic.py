@@ -82,7 +82,6 @@ def test_states_that_are_no_world_are_refused(damage: str) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.stranger("blames the wrong thing", "21: the state that rank 0 alone has saved is refused on other ranks")
 @pytest.mark.parametrize(
     ("name", "options", "steps", "new"),
     [
@@ -123,9 +122,6 @@ def test_what_rank_0_alone_has_saved_is_enough(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.stranger(
-    "wrong without a word", "21: load_state_dicts takes one rank's copies on that rank, and not on others"
-)
 @pytest.mark.parametrize("name", FAMILY)
 def test_copies_of_one_ranks_state_are_refused_on_all_ranks(name: str) -> None:
     state = trained((3, None), name, 9)[0][0]

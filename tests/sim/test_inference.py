@@ -158,7 +158,6 @@ assert ((init_inference(table, dtype="int8")(torch.arange(10)) - table(torch.ara
 
 
 @pytest.mark.processes
-@pytest.mark.stranger("breaks", "16: an int8 layer whose width is no multiple of 16 ends the process, or gives nan")
 def test_int8_of_any_width_and_batch() -> None:
     """In a process, which ends where torch's product reads behind a row. Inputs with gaps and transposed, too."""
     done = subprocess.run([sys.executable, "-c", INT8], capture_output=True, text=True, timeout=50, check=False)
@@ -292,7 +291,6 @@ def test_a_plan_by_name_and_deepspeeds_form_of_it() -> None:
             run_ranks(2, lambda t, p=policy: init_inference(model, mp_size=2, injection_policy=p, transport=t))
 
 
-@pytest.mark.stranger("wrong without a word", "16: tensor parallelism of torch's encoder is off by .94")
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 def test_torchs_encoder_over_ranks_is_the_whole_one(dtype: str) -> None:
     """Its fast path in evaluation reads the weights of layers and calls none; with a mask it takes nested tensors."""
@@ -311,7 +309,6 @@ def test_torchs_encoder_over_ranks_is_the_whole_one(dtype: str) -> None:
         torch.testing.assert_close(with_mask[~is_pad], masked[~is_pad], rtol=0, atol=1e-5 if dtype == "fp32" else 0.05)
 
 
-@pytest.mark.stranger("wrong without a word", '16: a plan of "colwise" alone gives half of the outputs')
 @pytest.mark.parametrize("policy", [{"2": "colwise"}, {"0": "colwise"}, {"0": "packed_colwise:2"}])
 def test_a_plan_of_a_model_without_tokens_is_looked_at_in_its_first_call(policy: dict[str, str]) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6))
@@ -325,7 +322,6 @@ def test_a_plan_of_a_model_without_tokens_is_looked_at_in_its_first_call(policy:
 
 @pytest.mark.slow
 @needs_transformers
-@pytest.mark.stranger("wrong without a word", "16: experts stay in float32 under int8, and whole on each rank")
 def test_experts_are_in_int8_and_divided_over_ranks() -> None:
     model, (text,) = model_of("mixtral"), prompts(12)
     whole, expected = init_inference(model).held_bytes, logits_of(model, text[None])
@@ -505,7 +501,6 @@ def test_a_row_is_served_while_it_is_made() -> None:
     assert [next(stream)[0]] == engine.generate(prompts(5), max_new_tokens=1)[0][5:].tolist()
 
 
-@pytest.mark.stranger("wrong without a word", "16: two streams that take turns share one cache")
 def test_streams_that_take_turns_are_each_alone() -> None:
     model, (first, second) = gpt(), prompts(9, 8)
     with torch.no_grad():
@@ -569,7 +564,6 @@ def test_generation_is_transformers_own(llama: nn.Module) -> None:
 
 @pytest.mark.slow
 @needs_transformers
-@pytest.mark.stranger("wrong without a word", "16: a repetition_penalty of the model's generation_config is ignored")
 def test_the_generation_config_is_followed(llama: nn.Module) -> None:
     llama.generation_config.update(repetition_penalty=1.8, bad_words_ids=[[5]])  # type: ignore[union-attr,operator]
     rows = prompts(9, 4)
@@ -579,7 +573,6 @@ def test_the_generation_config_is_followed(llama: nn.Module) -> None:
 
 @pytest.mark.slow
 @needs_transformers
-@pytest.mark.stranger("wrong without a word", "16: pads without a mask are read as tokens")
 def test_pads_without_a_mask_are_no_tokens(llama: nn.Module) -> None:
     text = torch.stack(prompts(9, 9, 9)).clamp(min=10)
     text[0, :4] = text[1, :1] = text[2, 3] = 0
@@ -622,7 +615,6 @@ def test_what_cannot_be_followed_is_refused_by_name(llama: nn.Module, options: d
 # ---------------------------------------------------------------- sampling
 
 
-@pytest.mark.stranger("wrong without a word", "16: top_k with top_p keeps too few tokens")
 def test_top_p_is_of_what_top_k_has_left() -> None:
     """Of three tokens the third is needed for so much of what the three hold, of which all 256 hold far more."""
     engine, (text,) = init_inference(gpt()), prompts(6)

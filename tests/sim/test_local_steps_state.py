@@ -156,7 +156,6 @@ def test_a_state_of_the_inner_optimizer_begins_local_steps() -> None:
 @pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.timeout(60)
-@pytest.mark.stranger("blames the wrong thing", "21: LocalSteps refuses the state that rank 0 alone has saved")
 @pytest.mark.parametrize("new", [2, 3])
 @pytest.mark.parametrize("step", [10, 13, 16])
 @pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 2, "outer_momentum": 0.5}, {"correction_steps": 20}])

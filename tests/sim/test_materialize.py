@@ -267,9 +267,6 @@ def damaged_copies(export: Path, copy: Path, count: int) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-@pytest.mark.stranger(
-    "wrong without a word", "14: materialize loads damaged exports: their checksums are not looked at"
-)
 @pytest.mark.parametrize("most", [None, 1500], ids=["one file", "a folder"])
 def test_no_damage_to_an_export_changes_a_weight(most: int | None, tmp_path: Path) -> None:
     export = tmp_path / "export"
@@ -296,7 +293,6 @@ def test_no_damage_to_an_export_changes_a_weight(most: int | None, tmp_path: Pat
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.stranger("wrong without a word", "14: initialize(weights=) loads a damaged export")
 def test_an_engine_refuses_a_damaged_export(tmp_path: Path) -> None:
     zero.export_weights(net(), tmp_path / "model.safetensors", SimTransport())
     content = bytearray((tmp_path / "model.safetensors").read_bytes())

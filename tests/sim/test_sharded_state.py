@@ -268,9 +268,6 @@ def test_a_mask_is_refused_rather_than_ignored() -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.stranger(
-    "blames the wrong thing", "21: a shard's state on another rank is refused, its error names no shard"
-)
 def test_rank_0s_state_alone_is_refused_as_the_shard_that_it_is() -> None:
     held: dict[int, dict] = {}
 

@@ -104,9 +104,6 @@ def calm(form: str) -> list[tuple[float, list[Tensor], object]]:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.stranger(
-    "wrong without a word", "12: one rank's gradients times 1e4 or 1e8 for a step: the loss far above AdamW's"
-)
 @pytest.mark.parametrize(("form", "factor"), [*((form, 1e4) for form in FORMS), ("stage 1", 1e8)])
 def test_one_bad_batch_on_one_rank_costs_no_more_than_in_adamw(form: str, factor: float) -> None:
     loss, _, _ = train(sharded(form), bad_batch(factor))[0]
@@ -114,7 +111,6 @@ def test_one_bad_batch_on_one_rank_costs_no_more_than_in_adamw(form: str, factor
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.stranger("wrong without a word", "12: bad batches on one rank, one step after the other")
 @pytest.mark.parametrize(("form", "steps"), [("stage 1", 25), ("LAMB, stage 2", 5)])
 def test_bad_batches_in_a_row_cost_no_more_than_in_adamw(form: str, steps: int) -> None:
     loss, _, _ = train(sharded(form), bad_batch(1e4, steps))[0]
@@ -184,9 +180,6 @@ def moves_after(inner: str, factor: float, **options: object) -> list[float]:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.stranger(
-    "wrong without a word", "13: after one huge gradient a rank of LocalSteps stands still for ever, and says nothing"
-)
 @pytest.mark.parametrize(
     ("inner", "factor", "options"),
     [
@@ -204,9 +197,6 @@ def test_a_rank_whose_inner_state_is_spoilt_moves_again(inner: str, factor: floa
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.stranger(
-    "wrong without a word", "13: a saved state of LocalSteps with an infinite variance goes on with it"
-)
 def test_a_resumed_run_drops_inner_state_that_is_not_finite(caplog) -> None:
     def ours(transport: SimTransport) -> bool:
         run = Training(transport.rank)
@@ -245,7 +235,6 @@ def test_a_run_that_converges_without_noise_keeps_its_inner_state() -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.stranger("blames the wrong thing", "22: a finite gradient of 1e30 is called not finite")
 @pytest.mark.parametrize("form", ["OnebitAdam", "stage 1", "stage 2"])
 def test_a_finite_gradient_that_is_too_large_is_called_so(form: str, caplog) -> None:
     train(replicated if form == "OnebitAdam" else sharded(form), bad_batch(1e30, 3, begin=2), steps=6)
@@ -255,7 +244,6 @@ def test_a_finite_gradient_that_is_too_large_is_called_so(form: str, caplog) -> 
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.stranger("blames the wrong thing", "22: 40 equal lines of skipped steps, without a step number")
 @pytest.mark.parametrize("form", ["OnebitAdam", "stage 1"])
 def test_skips_in_a_row_are_told_with_their_step_and_ever_more_rarely(form: str, caplog) -> None:
     train(replicated if form == "OnebitAdam" else sharded(form), bad_batch(float("nan"), 40, begin=2), steps=43)

@@ -92,7 +92,6 @@ def after_zeros(transport: SimTransport, name: str, zeros: int, saves_at: int | 
 
 
 @pytest.mark.slow
-@pytest.mark.stranger("wrong without a word", "23: a warm-up of zero gradients freezes a variance of nothing for good")
 @pytest.mark.parametrize("name", RESTING)
 def test_a_warm_up_begins_with_the_first_gradient_that_is_not_zero(name: str) -> None:
     """To the bit, whoever takes over on the way."""

@@ -117,7 +117,6 @@ def test_without_a_compiler_the_install_succeeds_and_the_reference_runs(source: 
     assert "residual 0.0" in said
 
 
-@pytest.mark.stranger("breaks", "27: type checkers do not find the package after pip install -e")
 def test_an_editable_install_is_a_path_and_needs_no_compiler(source: Path, tmp_path: Path) -> None:
     """A line of a .pth, which mypy and pyright follow; they know nothing of an import hook."""
     code = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"

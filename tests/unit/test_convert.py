@@ -271,7 +271,6 @@ FORMS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
 
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.stranger("runs a file", "1: onebit convert loads a TorchScript archive, which overwrites a file")
 @pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "weights.pt", "optimizer.pt"])
 @pytest.mark.parametrize("form", FORMS)
 def test_other_forms_than_torch_saves_zip_are_refused_by_name(
@@ -379,7 +378,6 @@ def odd_sources(case: str, tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.stranger("breaks", "1: onebit convert ends in a traceback at an odd folder")
 @pytest.mark.parametrize(
     "case",
     [

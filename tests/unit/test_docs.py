@@ -167,7 +167,6 @@ def test_the_readmes_engine_prints_what_it_says(tmp_path: Path) -> None:
 
 @pytest.mark.net
 @pytest.mark.thorough
-@pytest.mark.stranger("breaks", "26: the README's loop says on a slow network that one bit does not pay")
 def test_the_readmes_loop_shows_on_a_slow_network_what_it_says(tmp_path: Path) -> None:
     if reason := available():
         pytest.skip(f"emulated hosts: {reason}")

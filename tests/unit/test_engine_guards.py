@@ -81,7 +81,6 @@ def step(engine: zero.Engine, k: int = 0) -> None:
 # ---------------------------------------------------------------- optimizer and schedule
 
 
-@pytest.mark.stranger("wrong without a word", "5: optimizer.step() after engine.backward() neither clips nor averages")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_step_of_the_optimizer_past_the_engine_is_refused(start: object, form: str) -> None:
     engine, optimizer, _ = start(form)
@@ -103,7 +102,6 @@ def test_an_optimizer_of_the_scripts_own_is_guarded_as_well(start: object) -> No
             mine.step()
 
 
-@pytest.mark.stranger("wrong without a word", "5: optimizer.zero_grad() in each micro-batch drops those before it")
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_of_a_step_under_way_are_not_dropped_by_habit(start: object, form: str) -> None:
     engine, optimizer, _ = start(form, gas=GAS)
@@ -118,7 +116,6 @@ def test_gradients_of_a_step_under_way_are_not_dropped_by_habit(start: object, f
     assert engine.global_steps == 1
 
 
-@pytest.mark.stranger("wrong without a word", "5: a loop steps the schedule that the engine steps")
 def test_a_schedule_that_is_stepped_twice_is_refused(start: object) -> None:
     warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 50}}
     engine, _, scheduler = start(scheduler=warmup)
@@ -143,7 +140,6 @@ def test_a_schedule_may_be_set_back(start: object, tmp_path: Path) -> None:
     assert engine.global_steps == 2
 
 
-@pytest.mark.stranger("wrong without a word", "5: loss.backward() in the second micro-batch is not divided")
 @pytest.mark.parametrize(("form", "micro"), [*((form, 1) for form in FORMS), ("dense", 0), ("one bit", 0)])
 def test_gradients_of_a_plain_backward_pass_are_refused(start: object, form: str, micro: int) -> None:
     engine, *_ = start(form, gas=GAS)
@@ -160,7 +156,6 @@ def test_gradients_of_a_plain_backward_pass_are_refused(start: object, form: str
 # ---------------------------------------------------------------- parameters
 
 
-@pytest.mark.stranger("wrong without a word", "8: a parameter that is unfrozen after initialize() never trains")
 @pytest.mark.parametrize(("form", "steps"), [*((form, 5) for form in FORMS), ("dense", 0), ("one bit", 0)])
 def test_a_parameter_that_is_unfrozen_later_is_noticed(start: object, form: str, steps: int) -> None:
     net = Net()
@@ -226,7 +221,6 @@ def test_what_is_frozen_after_initialize_trains_again(start: object, form: str) 
 # ---------------------------------------------------------------- micro-batches
 
 
-@pytest.mark.stranger("wrong without a word", "19: engine.step() at the boundary alone gives one update of four")
 def test_a_step_for_every_fourth_backward_pass_is_warned_of(start: object, caplog: pytest.LogCaptureFixture) -> None:
     engine, *_ = start(gas=GAS)
     with caplog.at_level(logging.WARNING, logger="onebit"):
@@ -286,9 +280,6 @@ class Encoder(Net):
         return sum(p.numel() for p in self.parameters())
 
 
-@pytest.mark.stranger(
-    "blames the wrong thing", "24: a method beside forward at stage 3 meets a DTensor, not the option"
-)
 def test_a_method_that_meets_shards_names_the_option(start: object) -> None:
     engine, *_ = start("dense, stage 3", Encoder())
     assert engine.size() == 81
@@ -306,7 +297,6 @@ def test_an_epochs_end_is_counted(start: object) -> None:
         optimizer.check_overflow(external=True)
 
 
-@pytest.mark.stranger("blames the wrong thing", "24: a model that DeepSpeed's zero.Init has taken apart")
 def test_a_model_that_deepspeed_has_taken_apart_is_refused(start: object) -> None:
     net = Net()
     net.body.weight.ds_id = 0

@@ -214,7 +214,6 @@ GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "schedules_deepsp
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: f"{case['type']}-{'-'.join(case['params'])}")
-@pytest.mark.stranger("wrong without a word", "6: a schedule with a key left out gives other rates than DeepSpeed")
 def test_with_each_key_and_without_it_the_rates_are_deepspeeds(case: dict[str, Any]) -> None:
     optimizer, steps = adam(tuple(GOLDEN["lrs"])), GOLDEN["steps"]
     file = {"train_micro_batch_size_per_gpu": 1, "scheduler": {"type": case["type"], "params": case["params"]}}
@@ -235,7 +234,6 @@ def test_with_each_key_and_without_it_the_rates_are_deepspeeds(case: dict[str, A
         assert {b1 for row in momenta for b1 in row} == {0.9}
 
 
-@pytest.mark.stranger("wrong without a word", "6: WarmupLR without warmup_max_lr trains every group at 1e-3")
 @pytest.mark.parametrize("params", [{}, {"warmup_max_lr": None}])
 def test_a_warmup_without_a_top_rises_to_each_groups_own_rate_and_resumes(params: dict[str, Any]) -> None:
     scheduler = WarmupLR(adam((1e-5, 0.5)), warmup_num_steps=4, **params)

@@ -116,7 +116,6 @@ WRONG = {
 
 @pytest.mark.processes
 @pytest.mark.thorough
-@pytest.mark.stranger("breaks", "27: the README's own lines do not pass a type checker")
 def test_a_users_code_is_checked(tmp_path: Path) -> None:
     """By mypy; wrong options are found, right ones pass, and so do the README's samples."""
     lines = [f"onebit.OnebitAdam(net.parameters(), {words})" for words in WRONG]

@@ -120,7 +120,6 @@ def train_by_schedule(
     return trained
 
 
-@pytest.mark.stranger("wrong without a word", "17: torchtitan's param_groups become one group at the default rate")
 def test_param_groups_keep_their_parameters_and_arguments(titan: Any) -> None:
     ours, model = build_optimizers(parts(), grouped(titan, BIASES, OTHERS), transport=SimTransport()), parts()
     names = [sorted(group["param_names"]) for group in ours.param_groups]
@@ -130,7 +129,6 @@ def test_param_groups_keep_their_parameters_and_arguments(titan: Any) -> None:
             assert group[key] == theirs[key]
 
 
-@pytest.mark.stranger("wrong without a word", "17: torchtitan's param_groups are trained with other rates and decay")
 def test_param_groups_are_trained_as_torch_trains_them(titan: Any) -> None:
     ours, theirs = parts(), parts()
     container = build_optimizers(ours, grouped(titan, BIASES, OTHERS), transport=SimTransport(), **RAW)
@@ -180,7 +178,6 @@ def test_the_copied_fields_are_torchtitans() -> None:
         ([OTHERS], {"optimizer_factory_kwargs_by_name": {"AdamW": {"maximize": True}}}, "maximize=True"),
     ],
 )
-@pytest.mark.stranger("wrong without a word", "17: what torchtitan's param_groups ask for and get not is dropped")
 def test_param_groups_that_cannot_be_translated_are_refused(
     titan: Any, groups: list[Any], more: dict[str, Any], message: str
 ) -> None:

@@ -100,9 +100,6 @@ PLACED = [name for name in optimizers() if name in OPTIMIZERS]
         *(("OneBitAdam", 1, 4), ("OneBitAdam", 2, 4), ("AdamW", 4, 2), ("AdamW", 2, 4)),
     ],
 )
-@pytest.mark.stranger(
-    "wrong without a word", "18: plan's traffic of several ranks a host is two to three times too high"
-)
 def test_hosts_of_several_ranks_send_what_it_says_at_stage_0(name: str, hosts: int, ranks: int) -> None:
     expected = plan(Run(N, hosts, ranks, dtype="fp32"), name, 0)
     assert expected is not None
@@ -134,7 +131,6 @@ def test_shards_of_a_host_send_what_it_says(ranks: int) -> None:
         assert [number / ranks for number in found] == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.stranger("wrong without a word", "18: plan's seconds of dense traffic are twice those of the wire")
 def test_a_link_carries_the_bits_of_all_ranks_of_its_host() -> None:
     """Nothing hidden, no computing: the seconds are the bits' but for headers, and latencies of little models."""
     for hosts, ranks in ((4, 1), (2, 2), (4, 2), (2, 4)):
