@@ -13,7 +13,6 @@ from bench.command import be_called
 
 NAMES = (
     "collective",
-    "hops",
     "pipeline",
     "kernels",
     "host_adam",

@@ -3,12 +3,14 @@
     python scripts/bench.py collective --record scripts/records/collective_2026-11.md
 
 Each row is measured in one run of four hosts (network namespaces), both sides in turn. The limit of a side is its own
-payload over the link's rate. Needs root and iproute2; see `onebit emulate`.
+payload over the link's rate. `--hosts 32 --hops 1 2` compares exchanges in two hops with those in one. Needs root and
+iproute2; see `onebit emulate`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -29,6 +31,7 @@ from onebit.comm import (
     Transport,
     Wire,
     compressed_allreduce,
+    in_hops,
     interleave,
 )
 
@@ -97,14 +100,14 @@ def dense(elements: int, transport: Transport) -> Callable[[], None]:
 
 def worker(args: argparse.Namespace) -> dict[str, dict] | None:
     """One rank: the sides in turn; on rank 0 what `measure` says of each."""
-    transport = comm.init(args.transport)
+    transport = comm.init(args.transport, hops=1)
     torch.manual_seed(transport.rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // transport.world_size))
     results = {}
-    for piece in args.pieces:
+    for piece, hops in itertools.product(args.pieces, args.hops):
         name = f"{ONE_BIT}, pieces of {piece:,}" if len(args.pieces) > 1 else ONE_BIT
-        whole = Compressed(args.elements, transport, SignCodec(), piece)
-        results[name] = measure(transport, whole, args.repeats)
+        whole = Compressed(args.elements, in_hops(transport, hops), SignCodec(), piece)
+        results[name + ", two hops" * (hops == 2)] = measure(whole.transport, whole, args.repeats)
     warm = dense(-(-args.elements // 16), transport)  # the whole of it takes 13 s at 100 Mbit/s
     repeats = max(1, args.repeats // 3)
     results[FP32] = measure(transport, dense(args.elements, transport), repeats, warm=warm)
@@ -183,6 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--networks", nargs="+", default=["100mbit", "1gbit", "none"], help="rates; none: unshaped")
     parser.add_argument("--transports", nargs="+", default=["gloo", "mpi"], choices=["gloo", "mpi"])
     parser.add_argument("--pieces", nargs="+", type=int, default=[PIECE], metavar="N", help="elements of a bucket")
+    parser.add_argument("--hops", nargs="+", type=int, default=[1], choices=[1, 2], help="of an exchange in one bit")
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args(argv)
     need_hosts()
