@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import stat
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from bench.command import free_port
 from provenance import add_record, revision
 from reports import publish, table
 
@@ -349,9 +349,7 @@ def check(shop: Shop, place: Installed) -> None:
 
 def _train(place: Installed, cwd: Path) -> None:
     """Two ranks end with the same parameters."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = str(taken.getsockname()[1])
+    port = str(free_port())
     ranks = []
     shared = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | dict(place.env)
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}

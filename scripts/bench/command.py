@@ -5,8 +5,11 @@ The caller starts the command of `calling`, once or as ranks, and reads what the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -53,6 +56,15 @@ def on_loopback(
         if ended.returncode:
             raise SystemExit(f"{ended.stderr[-4000:]}\n{work.__module__}: the ranks ended with {ended.returncode}")
         return json.loads(out.read_text())
+
+
+def free_port() -> int:
+    """A port nobody listens on, below those that the system hands out: it gives one of these to the next who asks."""
+    while True:
+        port = 20000 + secrets.randbelow(12000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def be_called(given: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 
 from reports import panels_of, publish, table
 
-from bench.command import calling
+from bench.command import calling, free_port
 from bench.limits import KILLED, can_limit, limited
 from bench.record import here, parser_of
 
@@ -71,9 +70,7 @@ def worker(args: argparse.Namespace) -> None:
 
 def trains(tokens: int, way: str, ranks: int, args: argparse.Namespace) -> bool:
     """Whether ranks train on a sequence of so many tokens; False if one of them was killed."""
-    with socket.socket() as its:
-        its.bind(("127.0.0.1", 0))
-        port = its.getsockname()[1]
+    port = free_port()
     with ExitStack() as stack, tempfile.TemporaryDirectory(dir=args.folder) as folder:
         asked = argparse.Namespace(tokens=tokens, way=way, ranks=ranks, folder=folder)
         command = [sys.executable, *calling(worker, asked, Path(folder) / "none")]

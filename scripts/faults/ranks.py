@@ -14,7 +14,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from bench.command import free_port
 from reports import read_lines
 
 from faults.case import End
@@ -171,12 +171,6 @@ def clean_environment() -> dict[str, str]:
     """This process's, without what launchers set."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS) and k not in _RANK_NAMES}
     return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | kept
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def kill_session(session: int) -> None:

@@ -37,8 +37,8 @@ from typing import Any, cast
 import torch
 import torch._dynamo  # in the process that forks instead of in each rank
 import transformers
+from bench.command import free_port
 from bench.record import here
-from faults.ranks import free_port
 from provenance import add_record
 from reports import publish, table
 from rich.console import Console

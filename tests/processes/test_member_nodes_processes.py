@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,7 @@ class NodeRun(Run):
     """A run of nodes. members: by name of the node and rank, as "a0"."""
 
     def start_node(self, name: str, founders: int, stage: int, form: str, count: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = ranks.free_port()
         for rank in map(str, range(count)):
             words = (str(SCRIPT), f"127.0.0.1:{self.port}", name, str(founders), str(self.folder / "end"))
             places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
