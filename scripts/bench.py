@@ -21,7 +21,6 @@ NAMES = (
     "traffic",
     "sparse_attention",
     "sequence",
-    "sequence_lengths",
     "sequence_memory",
     "zero_memory",
     "zero_deepspeed",
