@@ -1,19 +1,38 @@
 """Draw runs of train.py: validation loss against steps, and against what it cost on the network.
 
 python scripts/train.py plot runs/demo/adamw.csv runs/demo/onebit-adam.csv --out runs/demo/loss.png
-python scripts/train.py plot runs/demo/adamw.csv runs/demo/onebit-adam.csv --out runs/demo/report.html
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from provenance import record_path
 
-from train.page import Run, write_page
 from train.report import read_csv
+
+
+class Run:
+    """What train.py --csv wrote. megabytes: from the beginning up to each step, rank 0's."""
+
+    def __init__(self, label: str, rows: Sequence[dict[str, str]]):
+        if not rows:
+            raise ValueError(f"{label}: no step is in this file")
+        self.label, self.rows = label, rows
+        self.is_wire = all(row["wire_bytes"] for row in rows)
+        self.steps = self.column("step")
+        self.megabytes = [b / 1e6 for b in accumulate(self.column("wire_bytes" if self.is_wire else "sent_bytes"))]
+
+    def column(self, name: str) -> list[float]:
+        return [float(row[name]) for row in self.rows]
+
+    def validated(self) -> tuple[list[int], list[float]]:
+        """Which rows have a validation loss, and what it is there."""
+        found = [k for k, row in enumerate(self.rows) if row["val_loss"]]
+        return found, [float(self.rows[k]["val_loss"]) for k in found]
 
 
 def draw(runs: Sequence[Run], out: Path, title: str = "") -> None:
@@ -25,7 +44,7 @@ def draw(runs: Sequence[Run], out: Path, title: str = "") -> None:
     for index, run in enumerate(runs):
         color = f"C{index}"
         against_steps.plot(run.steps, run.column("loss"), color=color, alpha=0.25, linewidth=1)
-        rows, losses = run.where("val_loss")
+        rows, losses = run.validated()
         against_steps.plot([run.steps[k] for k in rows], losses, color=color, label=run.label)
         against_bytes.plot([run.megabytes[k] for k in rows], losses, color=color, marker=".", label=run.label)
     against_steps.set(xlabel="step", ylabel="loss, nats per byte (thin: training, thick: validation)")
@@ -43,17 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="train.py plot", description="Draw runs of train.py side by side.")
     parser.add_argument("csv", nargs="+", type=Path)
     add = parser.add_argument
-    add(
-        "--out",
-        type=record_path,
-        required=True,
-        metavar="FILE",
-        help="a .png, or an .html with a table and more",
-    )
+    add("--out", type=record_path, required=True, metavar="FILE", help="a .png")
     add("--title", default="")
     args = parser.parse_args(argv)
-    runs = [Run(path.stem, read_csv(path)) for path in args.csv]
-    if args.out.suffix == ".html":
-        write_page(runs, args.out, args.title or "Training")
-    else:
-        draw(runs, args.out, args.title)
+    draw([Run(path.stem, read_csv(path)) for path in args.csv], args.out, args.title)
