@@ -237,7 +237,6 @@ class LambRule(AdamRule):
         super().load_record(record)
         for bucket, layers in zip(self.buckets, record["layers"], strict=True):
             bucket.layers = {name: values.to(bucket.device, copy=True) for name, values in layers.items()}
-            bucket.layers["numel"] = _numels(bucket)
 
     def take_apart(self, record: State, index: int, layout: Layout, states: Sequence[ParameterState]) -> None:
         super().take_apart(record, index, layout, states)
