@@ -10,7 +10,6 @@ import sys
 STUDIES = {  # by name: the module that has its main(argv), and what it compares
     "activations": "study.activations",  # few bits between pipeline stages
     "inference-models": "study.inference_models",  # whose tokens served models of transformers give
-    "local-steps": "study.local_steps",  # the price of locality, and of compression
     "models": "study.models",  # which models of transformers train in which form of the engine
 }
 
