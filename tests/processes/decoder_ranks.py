@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,9 +18,7 @@ from onebit.zero.grid import Grid
 from onebit.zero.parallel import tensor
 from onebit.zero.parallel.model_plan import training_plan
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-from study.model_cases import MODELS, SERVED
+from study.model_cases import MODELS, SERVED  # isort: skip  (decoders.py puts scripts/ on the path)
 
 MICRO_BATCHES = 2
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,56 +17,38 @@ from onebit.comm import run_ranks
 from onebit.zero.config.optimizers import build_optimizer
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install onebit[transformers]")
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))  # ranks have it not
+
+from study.model_cases import MODELS  # noqa: E402
 
 STEPS, ROWS, CONTEXT = 2, 4, 8
-_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_SHAPE = {
-    **_IDS,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 16,
-}
-_GROUPED = _SHAPE | {"num_key_value_heads": 2, "vocab_size": 97}
 # torch's grouped product wants rows of whole 16 bytes: 20 floats are, and the 10 of one of two ranks are not.
-_EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
-_LATENT = {
-    **{"q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6},
-    **{"n_shared_experts": 1, "first_k_dense_replace": 1, "vocab_size": 97},
-}
-_GPT2 = _IDS | {"n_embd": 24, "n_layer": 3, "n_head": 6, "n_positions": 16, "vocab_size": 97}
-# Class and configuration. A vocabulary of 97 is divided by no number of ranks, 96 by two.
+_NARROW = {"moe_intermediate_size": 20}
+# The study's model, and what is changed. A vocabulary of 97 is divided by no number of ranks, 96 by two.
 DECODERS: Mapping[str, tuple[str, dict[str, object]]] = {
-    "llama": ("Llama", _GROUPED | {"attention_bias": True, "mlp_bias": True}),
-    "llama_tied": ("Llama", _GROUPED | {"vocab_size": 96, "tie_word_embeddings": True}),
-    "qwen2": ("Qwen2", _GROUPED | {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", _GROUPED | {"head_dim": 6}),
-    "mistral": ("Mistral", _GROUPED | {"sliding_window": 3}),
-    "gemma": ("Gemma", _GROUPED | {"head_dim": 6, "vocab_size": 96, "pad_token_id": 0}),
-    "phi3": ("Phi3", _GROUPED),
-    "olmo2": ("Olmo2", _GROUPED),
-    "gpt_neox": ("GPTNeoX", _SHAPE | {"vocab_size": 96, "rotary_pct": 0.5}),
-    "mixtral": ("Mixtral", _GROUPED | {"num_local_experts": 3, "num_experts_per_tok": 2}),
-    "olmoe": ("Olmoe", _GROUPED | {"num_experts": 3, "num_experts_per_tok": 2}),
-    "qwen2_moe": ("Qwen2Moe", _GROUPED | _EXPERTS | {"shared_expert_intermediate_size": 12}),
-    "deepseek_v2": ("DeepseekV2", _SHAPE | _EXPERTS | _LATENT),
-    "gpt2": ("GPT2", _GPT2),
+    "llama": ("Llama", {"mlp_bias": True}),
+    "llama_tied": ("Llama", {"attention_bias": False, "vocab_size": 96, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "mistral": ("Mistral", {}),
+    "gemma": ("Gemma", {"vocab_size": 96}),
+    "phi3": ("Phi-3", {}),
+    "olmo2": ("OLMo-2", {}),
+    "gpt_neox": ("GPT-NeoX", {"vocab_size": 96}),
+    "mixtral": ("Mixtral", {}),
+    "olmoe": ("OLMoE", {}),
+    "qwen2_moe": ("Qwen2-MoE", _NARROW),
+    "deepseek_v2": ("DeepSeek-V2", _NARROW),
+    "gpt2": ("GPT-2", {}),
 }
-_NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
 
 def decoder(name: str, **changes: object) -> nn.Module:
-    """The model, with the same values in every process."""
-    family, options = DECODERS[name]
-    config = getattr(transformers, f"{family}Config")(**(options | (_NO_DROPOUT if family == "GPT2" else {}) | changes))
-    kind = getattr(transformers, f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
-    torch.manual_seed(5)
-    model: nn.Module = kind(config)
-    with torch.no_grad():
-        for p in model.parameters():  # biases begin at 0 and norms at 1, which hides errors
-            p.add_(0.05 * torch.randn_like(p))
-    return model
+    """The model in three layers, which two stages divide badly; the same values in every process."""
+    of_study, own = DECODERS[name]
+    layers = {"n_layer" if name == "gpt2" else "num_hidden_layers": 3}
+    model = MODELS[of_study]
+    return replace(model, options=dict(model.options) | layers | own | changes).build()
 
 
 def config_of(optimizer: str, **blocks: object) -> dict[str, object]:
