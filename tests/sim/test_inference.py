@@ -51,6 +51,27 @@ WINDOWS: dict[str, tuple[str, dict[str, object]]] = {
     "olmo3": ("Olmo3", {"layer_types": ["sliding_attention"] * 2}),
 }
 """Models of transformers with layers that look back over 6 tokens: the family, and more of its configuration."""
+LONG_ROPE: dict[str, object] = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 12,
+    "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+}  # fmt: skip
+GROUPED: dict[str, tuple[str, dict[str, object]]] = {
+    **{kind: (family, {"sliding_window": 6, **more}) for kind, (family, more) in WINDOWS.items()},
+    **{kind: (kind.capitalize(), {}) for kind in ("llama", "phi3", "olmo2")},
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "num_experts": 6}
+        | {"num_experts_per_tok": 3, "num_key_value_heads": 4},
+    ),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "head_dim": 16, "layer_types": ["full_attention"] * 2}),
+    "phi3 of two lengths": (
+        "Phi3",
+        {"original_max_position_embeddings": 12, "rope_parameters": LONG_ROPE, "initializer_range": 0.2}
+        | {"num_hidden_layers": 3},
+    ),
+}
+"""With four heads over two of keys."""
 
 
 @functools.cache
@@ -59,48 +80,18 @@ def of_transformers(kind: str) -> nn.Module:
 
     torch.manual_seed(3)
     ids = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if kind in GROUPED:
+        family, more = GROUPED[kind]
+        heads = {"num_key_value_heads": 2, "max_position_embeddings": 64}
+        config_class = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
+        return getattr(transformers, f"{family}ForCausalLM")(config_class(**ids | shape | heads | more)).eval()
     if kind == "gpt2":
         config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=64, **ids)
         return transformers.GPT2LMHeadModel(config).eval()
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    heads = {"num_key_value_heads": 2, "max_position_embeddings": 64}
-    if kind == "mixtral":
-        config = transformers.MixtralConfig(num_local_experts=4, sliding_window=None, **heads, **shape, **ids)
-        return transformers.MixtralForCausalLM(config).eval()
-    if kind == "qwen2_moe":
-        widths = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "num_experts": 6}
-        config = transformers.Qwen2MoeConfig(
-            num_experts_per_tok=3, **widths, **heads | {"num_key_value_heads": 4}, **shape, **ids
-        )
-        return transformers.Qwen2MoeForCausalLM(config).eval()
-    if kind == "gpt-oss":
-        config = transformers.GptOssConfig(
-            num_local_experts=4, head_dim=16, layer_types=["full_attention"] * 2, **heads, **shape, **ids
-        )
-        return transformers.GptOssForCausalLM(config).eval()
     if kind == "opt":
         opt = {"ffn_dim": 128, "word_embed_proj_dim": 64, "max_position_embeddings": 64}
         return transformers.OPTForCausalLM(transformers.OPTConfig(**shape, **opt, **ids)).eval()
-    if kind in WINDOWS:
-        family, more = WINDOWS[kind]
-        config_class = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
-        config = config_class(sliding_window=6, **more, **heads, **shape, **ids)
-        return getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    if kind == "phi3 of two lengths":
-        rope: dict[str, object] = {
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 12,
-        }
-        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-        longer = {"original_max_position_embeddings": 12, "rope_parameters": rope, "initializer_range": 0.2}
-        return transformers.Phi3ForCausalLM(
-            transformers.Phi3Config(**longer, **heads, **shape | {"num_hidden_layers": 3}, **ids)
-        ).eval()
-    if kind in ("llama", "phi3", "olmo2"):
-        family = {"llama": "Llama", "phi3": "Phi3", "olmo2": "Olmo2"}[kind]
-        config = getattr(transformers, f"{family}Config")(**heads, **shape, **ids)
-        return getattr(transformers, f"{family}ForCausalLM")(config).eval()
     config = transformers.BertConfig(**shape, vocab_size=256)
     cls = transformers.BertForSequenceClassification if kind == "bert classes" else transformers.BertModel
     return cls(config).eval()
