@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 from pathlib import Path
 
 import pytest
+from train.corpus import first_difference, is_validation, manifest_of, read_corpus
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from train.corpus import first_difference, is_validation, manifest_of, read_corpus  # noqa: E402
-
-COMMITTED = SCRIPTS / "records" / "corpus_cpython-3.11.7.json"
+COMMITTED = Path(__file__).parents[2] / "scripts" / "records" / "corpus_cpython-3.11.7.json"
 
 
 def write_library(root: Path, paths: list[str]) -> Path:

@@ -20,10 +20,6 @@ from bench.peer_deepspeed import (
     why_not_prepared,
 )
 
-WORKER_TIMEOUT_S = 300.0  # importing DeepSpeed takes 6 s of a processor, and minutes of a busy machine
-STARTED_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-
-
 # ---------------------------------------------------------------- what is patched
 
 

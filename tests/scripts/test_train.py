@@ -24,21 +24,17 @@ import torch
 import train_ranks
 from ranks import python_of_forks, run_mpi, run_torchrun
 from torch import Tensor
+from train.checkpoint import CheckpointError, CheckpointFolder
+from train.corpus import Corpus, read_corpus
+from train.model import SIZES, ModelSize, build_model
+from train.report import read_csv
+from train.run import EXIT_INTERRUPTED, Windows, parse_args, train
 
 from onebit.comm import SimTransport, run_ranks
 
-REPOSITORY = Path(__file__).parents[2]
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-from train.checkpoint import CheckpointError, CheckpointFolder  # noqa: E402
-from train.corpus import Corpus, read_corpus  # noqa: E402
-from train.model import SIZES, ModelSize, build_model  # noqa: E402
-from train.report import read_csv  # noqa: E402
-from train.run import EXIT_INTERRUPTED, Windows, parse_args, train  # noqa: E402
-
 TIMES = {"comm_ms", "step_s", "wire_bytes"}
 CPU = torch.device("cpu")
-TRAIN_PY = str(REPOSITORY / "scripts" / "train.py")
+TRAIN_PY = str(Path(__file__).parents[2] / "scripts" / "train.py")
 
 
 def flags(folder: Path, *more: str, optimizer: str = "onebit-adam", steps: int = 18) -> list[str]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-from onebit.comm import run_ranks
-from onebit.zero.sparse_attention import SparseSelfAttention, read_sparsity
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
 from train.checkpoint import CheckpointError
 from train.methods import build_method
 from train.report import read_csv
 from train.run import parse_args, train
 from train.zero_method import config_of
+
+from onebit.comm import run_ranks
+from onebit.zero.sparse_attention import SparseSelfAttention, read_sparsity
 
 SMALL = ["--size", "tiny", "--batch-size", "2", "--progress", "none", "--optimizer", "adamw", "--eval-every", "4"]
 

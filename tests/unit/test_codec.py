@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import write_golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -34,9 +33,6 @@ from onebit.comm import (
 from onebit.comm.codecs import all_finite
 from onebit.comm.kernels import reference
 from onebit.reference.codecs import compress
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
-import write_golden
 
 CODECS: list[Codec] = [
     *(codec_named(name, 256) for name in REGISTRY),

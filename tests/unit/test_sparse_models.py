@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from train.model import ModelSize, build_model
 
 from onebit.zero.sparse_attention import (
     SparseSelfAttention,
@@ -19,10 +18,6 @@ from onebit.zero.sparse_attention import (
     extend_positions,
     replace_attention,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-from train.model import ModelSize, build_model
 
 SIZE = ModelSize(layers=2, width=32, heads=4, context=48)
 VOCABULARY, LENGTH = 64, 41
