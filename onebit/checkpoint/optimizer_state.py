@@ -35,7 +35,6 @@ from .owner import StateOwner
 log = logging.getLogger(__name__)
 
 _VERSION = 1
-_FORMER: State = {"local_size": 1, "shard": 0, "shards": 1, "codec": "sign"}  # values for early files without them
 
 
 def identity(optimizer: StateOwner) -> dict[str, object]:
@@ -120,8 +119,7 @@ def check_and_load_groups(optimizer: StateOwner, state_dict: State) -> State:
 
 def check_kind(optimizer: StateOwner, record: State) -> None:
     """Raise ValueError unless the record is of an optimizer of this kind."""
-    of_old = "1-bit LAMB" if "layers" in record else "1-bit Adam" if "last_dense" in record else "0/1 Adam"
-    kind, mine = record.get("kind", of_old), optimizer.rule.kind
+    kind, mine = record.get("kind", "another optimizer"), optimizer.rule.kind
     if kind != mine:
         raise ValueError(
             f"rank {optimizer.transport.rank}: cannot load this optimizer state: it is that of {kind}, this is {mine}, "
@@ -153,7 +151,6 @@ def _check(optimizer: StateOwner, state: State) -> None:
 
 
 def _check_record(optimizer: StateOwner, record: State, where: str) -> None:
-    record = _FORMER | {"kind": optimizer.rule.kind} | record
     check_identity(where, record, identity(optimizer), [bucket.layout.numel for bucket in optimizer.buckets])
     if under_way.NAME in record:
         under_way.check_record(where, record[under_way.NAME], optimizer.buckets[:], optimizer.codec)
@@ -227,19 +224,17 @@ def restore_bucket(optimizer: StateOwner, bucket: Bucket, saved: Group | None, e
 def _as_own(optimizer: StateOwner, state: State) -> State:
     """Another replica's state as this rank's: state that is the same on all ranks stays, residuals become zero.
 
-    A state of this rank is returned unchanged. In a world of the same size a step under way is sent again, with that
-    replica's frames; otherwise it is dropped.
+    A state of this rank is returned unchanged, as is one of another optimizer. In a world of the same size a step under
+    way is sent again, with that replica's frames; otherwise it is dropped.
     """
-    if (record := state.get("onebit")) is None:
-        return state
-    own, found = identity(optimizer), _FORMER | {"kind": optimizer.rule.kind} | record
-    if not is_of_other_rank(found, own):
+    record, own = state.get("onebit"), identity(optimizer)
+    if record is None or record.get("kind") != own["kind"] or not is_of_other_rank(record, own):
         return state
     record = dict(record)
-    if (step := record.pop(under_way.NAME, None)) is not None and found["world_size"] == own["world_size"]:
+    if (step := record.pop(under_way.NAME, None)) is not None and record["world_size"] == own["world_size"]:
         if own["local_size"] != 1:
             raise ValueError(
-                f"rank {optimizer.transport.rank}: this state belongs to rank {found['rank']}, and was saved within a "
+                f"rank {optimizer.transport.rank}: this state belongs to rank {record['rank']}, and was saved within a "
                 "step with delay=1 on two levels, whose frames no other rank has; save on every rank, or before such a "
                 "step"
             )
@@ -256,7 +251,7 @@ def _placed(optimizer: StateOwner, state: State, server_errors: Sequence[Tensor 
     """The state of a whole world, cut for this rank of this world. server_errors: those of all ranks, by bucket."""
     own, codec = identity(optimizer), optimizer.codec
     record = state["onebit"] | {key: own[key] for key in PLACE}
-    is_of_this_codec = (record["block"], record.get("codec", "sign")) == (codec.block, codec.name)
+    is_of_this_codec = (record["block"], record["codec"]) == (codec.block, codec.name)
     if is_of_this_codec and len(record["buckets"]) == len(optimizer.buckets):
         triples = zip(optimizer.buckets, record["buckets"], server_errors, strict=True)
         record["buckets"] = [_adapt(optimizer, *each) for each in triples]

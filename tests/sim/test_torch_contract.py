@@ -463,22 +463,6 @@ def test_the_state_of_another_optimizer_is_refused_by_name(name: str) -> None:
             make(name, parameters()).load_state_dict(optimizer.state_dict())
 
 
-def test_a_state_of_0_1_adam_from_before_its_key_was_its_own_still_loads() -> None:
-    params, optimizer = trained("ZeroOneAdam", 5)
-    state = copy.deepcopy(optimizer.state_dict())
-    del state["onebit"]["kind"]
-    for entry in state["state"].values():
-        entry["exp_avg"] = entry.pop("exp_avg_update")
-    again = [nn.Parameter(p.detach().clone()) for p in params]
-    resumed = make("ZeroOneAdam", again)
-    resumed.load_state_dict(state)
-    train(resumed, again, range(5, 8))
-    train(optimizer, params, range(5, 8))
-    assert all(map(torch.equal, params, again))
-    with pytest.raises(ValueError, match="it is that of 0/1 Adam, this is 1-bit Adam"):
-        make("OnebitAdam", parameters()).load_state_dict(state)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_lamb_resumes_in_low_precision_to_the_bit(dtype: torch.dtype) -> None:
     params, again = parameters(dtype), parameters(dtype)
