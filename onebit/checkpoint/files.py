@@ -45,10 +45,10 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sum:
-    """The length of a file in bytes and the CRC-32 of its content. crc32: None if it was not recorded."""
+    """The length of a file in bytes and the CRC-32 of its content."""
 
     size: int
-    crc32: int | None
+    crc32: int
 
 
 # ---------------------------------------------------------------- single files
@@ -357,11 +357,9 @@ def read_stamp(target: Path) -> State:
     try:
         with open_regular(path) as file:
             stamp = json.loads(file.readall())
-        found = stamp.pop("stamp_crc32", None)
-        if ("crc32" in stamp or found is not None) and found != _crc32(stamp):
+        if stamp.pop("stamp_crc32") != _crc32(stamp):
             raise ValueError("its CRC-32 is another")
-        sums = stamp.get("crc32", {}).values()
-        if not all(type(number) is int for number in (*stamp["files"].values(), *sums)):
+        if not all(type(number) is int for number in (*stamp["files"].values(), *stamp["crc32"].values())):
             raise ValueError("its sizes and sums are no whole numbers")
         if any(Path(name).name != name for name in (*stamp["files"], stamp.get("run", "none"))):
             raise ValueError("it names other folders")
@@ -377,18 +375,12 @@ def read_stamp(target: Path) -> State:
 
 
 def check_files(target: Path, stamp: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise CheckpointError unless these files of a checkpoint are as they were written.
-
-    Reads them; but if the stamp has no sums, as in the first checkpoints, it compares only sizes.
-    """
-    sums = stamp.get("crc32", {})
+    """Read these files of a checkpoint. Raise CheckpointError unless they are as they were written."""
     for name in names:
         path = target / name
         try:
-            size, crc32 = stamp["files"][name], sums.get(name)
-            found = Sum(path.stat().st_size, None)
-            if found.size == size and crc32 is not None:
-                found = sum_of(path)
+            size, crc32 = stamp["files"][name], stamp["crc32"][name]
+            found = sum_of(path)
         except (OSError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is missing or cannot be read: {reason(error)}") from error
         if found.size != size:

@@ -144,8 +144,6 @@ class Checkpointing(ABC):
             raise CheckpointError(
                 f"{self.folder / name} was written twice, and some ranks have the first of them{self._offer(name)}"
             )
-        if "crc32" not in stamp and self.transport.rank == 0:
-            log.warning("%s has no checksums, as an earlier version wrote it: damage may show late", self.folder / name)
         return stamp
 
     def _go_on_from(self, stamp: State) -> None:

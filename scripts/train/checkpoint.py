@@ -20,7 +20,6 @@ import torch
 
 from onebit.checkpoint.archive import load_archive
 from onebit.checkpoint.files import (
-    STAMP,
     CheckpointError,
     Sum,
     check_files,
@@ -55,7 +54,7 @@ class CheckpointFolder(Checkpointing):
         def write() -> dict[str, Sum]:
             contents = {_own_file(self.transport.rank): own | about}
             if is_maker:
-                contents[_SHARED] = shared | about | {"is_stamped": True}
+                contents[_SHARED] = shared | about
             sums = {name: _write(partial / name, content) for name, content in contents.items()}
             sync_folder(partial)
             return sums
@@ -93,21 +92,11 @@ class CheckpointFolder(Checkpointing):
 
     def _check(self, name: str) -> dict:
         target = self.folder / name
-        if not (target / STAMP).exists():
-            return self._check_first_form(name)
         stamp = self._files.stamp(name)
         if _SHARED not in stamp["files"]:
             raise CheckpointError(f"{self.folder} holds a run with --zero: resume with it, or name another folder")
         check_files(target, stamp, [_SHARED, *self._own_files(target, stamp["world_size"])])
         return stamp
-
-    def _check_first_form(self, name: str) -> dict:
-        """As `_check`, of a checkpoint from before there were stamps: whether its files can be read at all."""
-        shared = _load(self.folder / name / _SHARED)
-        if "is_stamped" in shared:
-            raise CheckpointError(f"{self.folder / name / STAMP} is missing")
-        self._read(name, shared["world_size"])
-        return {"step": shared["step"], "world_size": shared["world_size"]}
 
     def _read(self, name: str, world_size: int) -> tuple[dict, list[dict]]:
         target = self.folder / name

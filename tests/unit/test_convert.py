@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import re
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from onebit import OnebitAdam, ZeroOneAdam, zero
-from onebit.checkpoint.files import CheckpointError
+from onebit.checkpoint.files import CheckpointError, _crc32
 from onebit.cli import main
 from onebit.cli.convert import adamw_state, read_weights
 from onebit.comm import SimTransport, run_ranks
@@ -344,10 +345,11 @@ STAMPS = {
     "a list": "[]",
     "brackets": "[" * 200_000,
     "no UTF-8": "\udcff\udcfe",
-    "files that are a list": '{"files": [".metadata"], "step": 1, "world_size": 1}',
-    "sizes that are text": '{"files": {".metadata": "x"}, "step": 1, "world_size": 1}',
+    "files that are a list": '{"files": [".metadata"], "step": 1, "world_size": 1, "crc32": {}}',
+    "sizes that are text": '{"files": {".metadata": "x"}, "step": 1, "world_size": 1, "crc32": {}}',
     "sums that are a number": '{"files": {}, "step": 1, "world_size": 1, "crc32": 3}',
-    "no files": '{"files": {}, "step": 1, "world_size": 1}',
+    "no files": '{"files": {}, "step": 1, "world_size": 1, "crc32": {}}',
+    "no sums": '{"files": {}, "step": 1, "world_size": 1}',
 }
 CONTENTS: dict[str, Callable[[], object]] = {
     "a number": lambda: 3,
@@ -362,7 +364,10 @@ def odd_sources(case: str, tmp_path: Path) -> Path:
     kind, _, name = case.partition(": ")
     if kind == "stamp":
         Checkpoints(tmp_path / "run", SimTransport()).save(1, weights(), {"a": 1})
-        (tmp_path / "run" / STAMP_OF).write_text(STAMPS[name], errors="surrogateescape")
+        stamp = STAMPS[name]
+        if stamp.startswith("{"):  # with a sum of its own that is right
+            stamp = stamp[:-1] + f', "stamp_crc32": {_crc32(json.loads(stamp))}}}'
+        (tmp_path / "run" / STAMP_OF).write_text(stamp, errors="surrogateescape")
         return tmp_path / "run"
     if kind == "file":
         torch.save(CONTENTS[name](), tmp_path / "given.pt")
