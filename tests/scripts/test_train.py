@@ -198,22 +198,6 @@ def test_all_or_the_last_few_checkpoints_are_kept_without_leftovers(
     assert newest(tmp_path).name == "step_00000007"
 
 
-@pytest.mark.parametrize("damaged", ["shared.pt", "rank_00001.pt"])
-def test_truncated_checkpoint_is_refused_and_the_intact_one_named(tmp_path: Path, damaged: str) -> None:
-    run(2, flags(tmp_path, "--checkpoint-every", "4", steps=8))
-    path = newest(tmp_path) / damaged
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(
-        CheckpointError,
-        match=rf"{path} is damaged, or stamp\.json beside it is of another save: .*; step_00000004 is whole: to resume "
-        "from it, write its name into",
-    ):
-        run(2, flags(tmp_path, "--resume", steps=8))
-
-    (tmp_path / "checkpoints" / "latest").write_text("step_00000004\n")
-    assert run(2, flags(tmp_path, "--resume", steps=8)) == [0, 0]
-
-
 def test_failed_write_on_one_rank_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     def work(transport: SimTransport) -> str:
         checkpoints = CheckpointFolder(tmp_path, transport, CPU)
