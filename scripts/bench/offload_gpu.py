@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from train.model import GPT, VOCABULARY, Block, ModelSize
 
 import onebit
-from bench.offload import resident_bytes
+from bench.limits import resident_bytes
 from bench.record import here, parser_of
 from onebit import zero
 from onebit.zero.offload.plan import OffloadRun, plan

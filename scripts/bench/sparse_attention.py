@@ -10,13 +10,9 @@ measures the window against dense attention of 4,096 tokens, at growing lengths.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
-import shlex
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,7 +24,7 @@ from reports import panels_of, publish, table
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.command import calling
+from bench.command import apart
 from bench.record import here, parser_of
 from bench.timing import Timing, in_turn
 from onebit.zero.sparse_attention import SparsityConfig, build_layout, sparse_attention
@@ -106,15 +102,8 @@ def work(args: argparse.Namespace) -> object:
 
 def ask(args: argparse.Namespace, what: str, length: int = 0, side: str = "") -> Any:
     """`work` in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        asked = argparse.Namespace(**vars(args), what=what, length=length, side=side)
-        command = [sys.executable, *calling(work, asked, out)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if run.returncode:
-            raise RuntimeError(f"{shlex.join(command)} ended with {run.returncode}:\n{run.stderr}")
-        return json.loads(out.read_text())
+    asked = argparse.Namespace(**vars(args), what=what, length=length, side=side)
+    return apart(work, asked, env={"OMP_NUM_THREADS": str(args.threads)})
 
 
 # ---------------------------------------------------------------- the report

@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from train.model import SIZES, VOCABULARY, WithLoss, build_model
 
 from bench import peer_deepspeed
 from bench.command import on_loopback
+from bench.limits import resident_bytes
 
 RANKS, WARM = 2, 4
 SIDES = ("onebit", "deepspeed")
@@ -60,7 +60,7 @@ def train(engine_of: Any, args: argparse.Namespace) -> dict[str, float]:
         "zero_optimization": {"stage": args.stage, "overlap_comm": True, "contiguous_gradients": True},
     }
     _take_a_step(engine_of, config)
-    before = _status("VmRSS")
+    before, _ = resident_bytes()
     model = WithLoss(build_model(args.size, seed=0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     engine, *_ = engine_of.initialize(model=model, optimizer=optimizer, config=config)
@@ -74,7 +74,7 @@ def train(engine_of: Any, args: argparse.Namespace) -> dict[str, float]:
         engine.backward(loss)
         engine.step()
         seconds.append(time.perf_counter() - began)
-    facts = torch.tensor([_status("VmHWM") - before, float(loss.detach()) / RANKS, 0.0], dtype=torch.float64)
+    facts = torch.tensor([resident_bytes()[1] - before, float(loss.detach()) / RANKS, 0.0], dtype=torch.float64)
     peak, mean = facts[:1].clone(), facts[1:2].clone()
     torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
     torch.distributed.all_reduce(mean)
@@ -89,12 +89,6 @@ def _take_a_step(engine_of: Any, config: dict[str, Any]) -> None:
     dtype = next(model.parameters()).dtype
     engine.backward(engine(torch.ones(2, 1, dtype=dtype)).sum())
     engine.step()
-
-
-def _status(name: str) -> int:
-    """Bytes, of this process's memory in /proc."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
 
 
 def measure(side: str, stage: int, dtype: str, args: argparse.Namespace) -> dict[str, float]:

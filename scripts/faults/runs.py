@@ -20,10 +20,10 @@ from pathlib import Path
 from random import Random
 
 import torch
+from bench.command import mpirun, why_no_mpi
 from torch.distributed import checkpoint as dcp
 
 from faults.case import AS_PROMISED, HUNG, REFUSED, SILENT, Case, Outcome, Tools, last_line
-from faults.peers import mpirun, why_no_mpi
 from faults.ranks import Rank, call_in_fork, fork_ranks, kill_session, session_pids, start_program
 
 RANKS, STEPS, SAVE_EVERY = 2, 120, 5
