@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 from study.divided import MixedBytes, MixedDigits, MixedSums, UnlikeBytes, UnlikeDigits, UnlikeSums
-from study.tasks import ByteLM, DemoLM, Digits, LargeLM, MaskedLM, MiddleLM, Task
+from study.tasks import ByteLM, DemoLM, Digits, LargeLM, MaskedLM, Task
 
 ALIKE: list[type[Task]] = [ByteLM, DemoLM, MaskedLM, Digits]
 DIVIDED: list[type[Task]] = [UnlikeBytes, MixedBytes, UnlikeDigits, MixedDigits, UnlikeSums, MixedSums]
-TASKS: dict[str, type[Task]] = {task.name: task for task in (*ALIKE, *DIVIDED, MiddleLM, LargeLM)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (*ALIKE, *DIVIDED, LargeLM)}
 
 
 @cache

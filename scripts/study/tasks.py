@@ -1,7 +1,7 @@
 """Tasks of study.py: a model, its batches and its loss. Nothing is downloaded, nothing rests on a global generator.
 
-Three kinds of gradient: "byte-lm" reaches every parameter in every step, and so do "demo-lm", the demo's own,
-"middle-lm", and "large-lm", for a GPU; "masked-lm" never reaches three quarters of its position table; "digits" has
+Three kinds of gradient: "byte-lm" reaches every parameter in every step, and so do "demo-lm", the demo's own, and
+"large-lm", for a GPU; "masked-lm" never reaches three quarters of its position table; "digits" has
 inputs that are always zero, and labels of which a tenth are wrong.
 Shape legend: B rows of a batch, T bytes of each, D features, H heads.
 """
@@ -70,12 +70,6 @@ class DemoLM(ByteLM):
 
     name = "demo-lm"
     size, validated = "small", 64
-
-
-class MiddleLM(DemoLM):
-    """The same by a GPT of 10.8 M parameters: a quarter of an hour of a CPU for 400 steps of a method."""
-
-    name, size = "middle-lm", "10m"
 
 
 class LargeLM(ByteLM):
