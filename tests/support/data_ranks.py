@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -91,8 +92,16 @@ def bits(engine: zero.Engine) -> str:
     return hashlib.sha256(b"".join(x.numpy().tobytes() for x in whole.values())).hexdigest()
 
 
-def train(engine: zero.Engine, steps: int) -> list[dict]:
-    """Of each step: all ranks' samples, sorted, the length of sequences, this rank's loss."""
+def next_token(engine: zero.Engine, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(engine(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())  # type: ignore[attr-defined]
+
+
+def whole_sequence(engine: zero.Engine, tokens: Tensor) -> Tensor:
+    return engine(tokens[:, :CONTEXT]).square().mean()  # type: ignore[attr-defined, no-any-return]
+
+
+def train(engine: zero.Engine, steps: int, loss_of: Callable[[zero.Engine, Tensor], Tensor] = next_token) -> list[dict]:
+    """Of each step: all ranks' samples, sorted, the length of sequences, this rank's losses."""
     rows: list[dict] = []
     assert engine.loader is not None
     batches = zero.data.forever(engine.loader)
@@ -102,7 +111,7 @@ def train(engine: zero.Engine, steps: int) -> list[dict]:
             (tokens,) = next(batches)
             seen += tokens[:, 0].tolist()
             length = tokens.shape[1]
-            loss = F.cross_entropy(engine(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())  # type: ignore[attr-defined]
+            loss = loss_of(engine, tokens)
             engine.backward(loss)
             engine.step()
             losses.append(float(loss.detach()))
@@ -259,7 +268,7 @@ def others(folder: str) -> dict:
     }
     older = {"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", **schedule}}
     engine = start(data=dataset(), **older)
-    facts["legacy"] = train_short(engine, 4)
+    facts["legacy"] = train(engine, 4, whole_sequence)
     engine = start(Told(), **older)
     facts["told"] = []
     for _ in range(3):
@@ -279,7 +288,7 @@ def others(folder: str) -> dict:
     except RuntimeError as error:
         facts["no function"] = str(error)
     engine.set_custom_curriculum_learning_schedule(lambda step: 3 + step)  # type: ignore[attr-defined]
-    facts["custom"] = [row["length"] for row in train_short(engine, 3)]
+    facts["custom"] = [row["length"] for row in train(engine, 3, whole_sequence)]
 
     np.save(Path(folder) / "lengths.npy", 1 + np.arange(SAMPLES) % 5) if grid.world.rank == 0 else None
     torch.distributed.barrier()
@@ -298,33 +307,18 @@ def others(folder: str) -> dict:
         return step()
 
     engine.optimizer.step = noting  # type: ignore[assignment]
-    seen = [row["samples"] for row in train_short(engine, 2)]
+    seen = [row["samples"] for row in train(engine, 2, whole_sequence)]
     facts["dynamic"] = {"rates": rates, "samples": seen, "after": engine.get_lr()[0]}
 
     ltd = dropped(layer_token_lr_schedule={"enabled": True, "total_layer_tokens": 3000, "warmup_layer_tokens": 100})
     engine = start(data=dataset(), data_efficiency={"enabled": True, "data_routing": ltd})
-    train_short(engine, 2)
+    train(engine, 2, whole_sequence)
     facts["tokens"] = [engine.scheduler.tokens, engine.efficiency.layer_tokens, engine.get_lr()[0]]  # type: ignore[union-attr]
     engine.save_checkpoint(Path(folder) / "tokens")
     again = start(data=dataset(), data_efficiency={"enabled": True, "data_routing": ltd})
     again.load_checkpoint(Path(folder) / "tokens")
     facts["tokens again"] = [again.scheduler.tokens, again.efficiency.layer_tokens, again.get_lr()[0]]  # type: ignore[union-attr]
     return facts
-
-
-def train_short(engine: zero.Engine, steps: int) -> list[dict]:
-    """As `train`, of whole sequences."""
-    rows, batches = [], zero.data.forever(engine.loader)  # type: ignore[arg-type]
-    for _ in range(steps):
-        seen, length = [], 0
-        for _ in range(engine.gradient_accumulation_steps()):
-            (tokens,) = next(batches)
-            seen, length = seen + tokens[:, 0].tolist(), tokens.shape[1]
-            engine.backward(engine(tokens[:, :CONTEXT]).square().mean())  # type: ignore[attr-defined]
-            engine.step()
-        said = gather_texts(engine.grid.world, json.dumps(seen))
-        rows.append({"samples": sorted(k for text in said for k in json.loads(text)), "length": length})
-    return rows
 
 
 def examples(folder: str) -> dict:
