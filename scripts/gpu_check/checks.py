@@ -1,25 +1,22 @@
-"""Checks on the device, bit for bit: every kernel against the reference on the host, each optimizer on simulated ranks.
+"""Checks of the kernels on the device, bit for bit against the reference on the host.
 
 Shape legend: K rows, N elements, J blocks, B bytes, W ranks.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpu_check.section import Outcome, Setting, outcome
-from onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
-from onebit.comm import SignCodec, SimTransport, kernels, run_ranks
+from onebit.comm import kernels
 from onebit.comm.kernels import reference
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
@@ -151,61 +148,3 @@ def kernel_checks(setting: Setting) -> Iterator[Outcome]:
         for case in fused_cases_for(setting.blocks, elements):
             title = f"{name}: fused, {case.K} × {case.J} blocks of {case.block}, {len(case.numels)} tensors"
             yield outcome(title, functools.partial(check_fused, kernel, device, case))
-
-
-def train(
-    kind: str, codec: SignCodec, dtype: torch.dtype, device: torch.device, steps: int, overlap: bool, ranks: int = 2
-) -> list[Tensor]:
-    """Each rank's parameters after some steps of a small regression, its own data on each."""
-
-    torch.manual_seed(0)
-    start = nn.Sequential(nn.Linear(32, 77), nn.Tanh(), nn.Linear(77, 5)).to(device, dtype)
-
-    def rank(transport: SimTransport) -> Tensor:
-        model = copy.deepcopy(start)  # the ranks are threads, which share torch's random generator
-        common = dict(transport=transport, codec=codec, overlap=overlap)
-        optimizer: torch.optim.Optimizer
-        if kind == "OnebitAdam":
-            optimizer = OnebitAdam(model.parameters(), lr=1e-2, freeze_step=steps // 3, **common)
-        elif kind == "OnebitLamb":
-            optimizer = OnebitLamb(model.parameters(), lr=1e-2, freeze_step=steps // 3, **common)
-        else:
-            optimizer = ZeroOneAdam(model.parameters(), lr=1e-2, **common)
-        g = torch.Generator().manual_seed(1 + transport.rank)
-        losses = []
-        for _ in range(steps):
-            x = torch.randn(64, 32, generator=g).to(device, dtype)
-            loss = (model(x) - x[:, :5].sin()).float().square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss))
-        third = max(1, steps // 3)
-        if not sum(losses[-third:]) < sum(losses[:third]):
-            raise AssertionError(f"rank {transport.rank}: the loss did not fall: {losses[0]:.4g} to {losses[-1]:.4g}")
-        return torch.cat([p.detach().float().flatten() for p in model.parameters()])
-
-    return run_ranks(ranks, rank)
-
-
-def check_optimizer(
-    kind: str, codec: SignCodec, dtype: torch.dtype, device: torch.device, steps: int, overlap: bool
-) -> None:
-    with_kernel = train(kind, codec, dtype, device, steps, overlap)
-    with_reference = train(kind, replace(codec, kernel="reference"), dtype, device, steps, overlap)
-    if kind != "ZeroOneAdam":  # whose ranks may end between two synchronizations
-        assert_same("parameters of rank 1 against rank 0", with_kernel[1], with_kernel[0])
-    for r, (got, expected) in enumerate(zip(with_kernel, with_reference, strict=True)):
-        assert_same(f"parameters of rank {r} against those with the reference kernel", got, expected)
-
-
-def optimizer_checks(setting: Setting) -> Iterator[Outcome]:
-    device, steps = setting.device, setting.steps
-    for kernel in setting.kernels:
-        for kind in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"):
-            for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
-                for overlap in (False, True) if device.type == "cuda" else (kind == "OnebitAdam",):
-                    title = f"{kernel}: {kind}, {dtype}{', sent during backward' if overlap else ''}, {steps} steps"
-                    codec = SignCodec(setting.block, kernel=kernel)
-                    check = functools.partial(check_optimizer, kind, codec, dtype, device, steps, overlap)
-                    yield outcome(title, check)

@@ -29,9 +29,9 @@ import torch
 from provenance import record_path, revision, write_record
 
 from gpu_check.attention import attention_checks, attention_table
-from gpu_check.checks import kernel_checks, optimizer_checks
+from gpu_check.checks import kernel_checks
 from gpu_check.engine import engine_checks
-from gpu_check.forms import form_checks
+from gpu_check.forms import form_checks, optimizer_checks
 from gpu_check.members import member_checks
 from gpu_check.modes import inference_checks, offload_checks
 from gpu_check.section import Found, Outcome, Section, Setting, append, read, run
@@ -57,8 +57,7 @@ SECTIONS = {
             "optimizers",
             "Optimizers",
             "In float32 and bfloat16 on simulated ranks: against the same run with the reference kernel, and "
-            "between the ranks (`ZeroOneAdam` not between ranks, which may end between two synchronizations). "
-            "Bit for bit.",
+            "between the ranks. Bit for bit.",
             checks=optimizer_checks,
         ),
         Section(

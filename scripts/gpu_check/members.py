@@ -15,12 +15,13 @@ from gpu_check.checks import assert_same
 from gpu_check.forms import FORMS, Make, Regression
 from gpu_check.section import Outcome, Setting, outcome
 from onebit import AveragedSteps
+from onebit.comm import SignCodec
 from onebit.membership import Members, begin, end
 
 NAMED = ("OnebitAdam, clipped", "OnebitAdam, delay=1", "OnebitMuon", "local steps in one bit")
 
 
-def _averaged(params: Sequence[nn.Parameter], transport: Members, block: int) -> torch.optim.Optimizer:
+def _averaged(params: Sequence[nn.Parameter], transport: Members, codec: SignCodec) -> torch.optim.Optimizer:
     return AveragedSteps(torch.optim.AdamW(params, lr=1e-2), transport=transport, bucket_cap_mb=0.01)
 
 
@@ -28,12 +29,12 @@ TRIED: dict[str, Make] = {name: FORMS[name] for name in NAMED} | {"AveragedSteps
 STEPS, CHANGE = 24, 10  # the change comes after a warm-up of 8 steps
 
 
-def check(make: Make, device: torch.device, block: int) -> None:
+def check(make: Make, device: torch.device, codec: SignCodec) -> None:
     hub = Hub(founders=3)
 
     def work(members: Members) -> tuple[Tensor, tuple[int, int]]:
         task = Regression(ord(members.rendezvous.name), device)
-        optimizer = make(task.params, members, block)
+        optimizer = make(task.params, members, codec)
         begin(optimizer)
         while optimizer.steps_taken() < STEPS:
             if optimizer.steps_taken() >= CHANGE:
@@ -61,4 +62,4 @@ def check(make: Make, device: torch.device, block: int) -> None:
 
 def member_checks(setting: Setting) -> Iterator[Outcome]:
     for name, make in TRIED.items():
-        yield outcome(f"members: {name}", functools.partial(check, make, setting.device, setting.block))
+        yield outcome(f"members: {name}", functools.partial(check, make, setting.device, SignCodec(setting.block)))

@@ -20,8 +20,9 @@ def main(backend: str, device: str, block: str, steps: str, form: str, folder: s
     from onebit import comm
 
     transport = comm.init(backend, timeout_s=60.0)
-    params, loss = train_alone(FORMS[form], transport, torch.device(device), int(block), int(steps))
-    torch.save({"params": params.cpu(), "loss": loss}, Path(folder) / f"{transport.rank}.pt")
+    codec = comm.SignCodec(int(block))
+    params, losses = train_alone(FORMS[form], transport, torch.device(device), codec, int(steps))
+    torch.save({"params": params.cpu(), "losses": losses}, Path(folder) / f"{transport.rank}.pt")
     transport.close()
 
 

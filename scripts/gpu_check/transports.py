@@ -17,6 +17,7 @@ import torch
 from gpu_check.checks import assert_same
 from gpu_check.forms import FORMS, train
 from gpu_check.section import Outcome, Setting, outcome
+from onebit.comm import SignCodec
 
 RANK, W = Path(__file__).with_name("rank.py"), 2
 TRIED = ("OnebitAdam, clipped", "OnebitAdam, delay=1", "sharded Adam, stage 2, signs down", "local steps in one bit")
@@ -37,7 +38,7 @@ def check(backend: str, form: str, setting: Setting) -> None:
             raise RuntimeError(f"ranks over {backend} ended with {ended.returncodes}: {ended.output[-500:]}")
         found = [torch.load(Path(folder) / f"{r}.pt") for r in range(W)]
     assert_same(f"parameters of rank 1 against rank 0, over {backend}", found[1]["params"], found[0]["params"])
-    simulated = train(FORMS[form], setting.device, torch.float32, setting.block, steps, W)
+    simulated = train(FORMS[form], setting.device, torch.float32, SignCodec(setting.block), steps, W)
     for r, (params, _) in enumerate(simulated):
         assert_same(f"parameters of rank {r} over {backend} against simulated ranks'", found[r]["params"], params)
 

@@ -16,7 +16,7 @@ from gpu_check.checks import assert_same
 from gpu_check.forms import FORMS
 from gpu_check.section import Outcome, Section, Setting
 
-from onebit.comm import Int8Codec
+from onebit.comm import Int8Codec, SignCodec
 from onebit.zero.sequence import Pieces, local, ring
 
 SETTING = Setting(torch.device("cpu"), (), 64, (64,), (70,), 4, 500, 300, (128,), 1)
@@ -123,26 +123,26 @@ def test_the_page_on_gpus_names_every_section() -> None:
 def test_forms_hold_on_the_host(form: str) -> None:
     from gpu_check import forms
 
-    forms.check(FORMS[form], torch.device("cpu"), torch.float32, 64, 12)
+    forms.check(FORMS[form], torch.device("cpu"), torch.float32, SignCodec(64), 12)
 
 
 def test_a_form_whose_ranks_differ_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpu_check import forms
 
-    monkeypatch.setattr(forms, "run_ranks", lambda n, work: [(torch.tensor([float(r)]), 1.0) for r in range(n)])
+    monkeypatch.setattr(forms, "run_ranks", lambda n, work: [(torch.tensor([float(r)]), [1.0]) for r in range(n)])
     with pytest.raises(AssertionError, match="rank 1 against rank 0"):
-        forms.check(FORMS["OnebitMuon"], torch.device("cpu"), torch.float32, 64, 12)
+        forms.check(FORMS["OnebitMuon"], torch.device("cpu"), torch.float32, SignCodec(64), 12)
 
 
 @pytest.mark.parametrize("form", members.TRIED)
 def test_members_hold_on_the_host(form: str) -> None:
-    members.check(members.TRIED[form], torch.device("cpu"), 64)
+    members.check(members.TRIED[form], torch.device("cpu"), SignCodec(64))
 
 
 def test_members_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "parameters_to_vector", lambda params: torch.rand(3))
     with pytest.raises(AssertionError, match="against member a's: 3 of 3 differ"):
-        members.check(FORMS["OnebitAdam, clipped"], torch.device("cpu"), 64)
+        members.check(FORMS["OnebitAdam, clipped"], torch.device("cpu"), SignCodec(64))
 
 
 def test_ranks_over_gloo_end_as_simulated_ones() -> None:
