@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, as_completed
 from contextlib import contextmanager
@@ -85,12 +84,6 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]], names: int = 1
     """In Markdown. names: how many columns on the left are text; the others are aligned on the right."""
     rule = ["---"] * names + ["---:"] * (len(heads) - names)
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (heads, rule, *rows))
-
-
-def gap_text(losses: Iterable[float], others: Iterable[float], digits: int = 2) -> str:
-    """How far losses are from others of the same seeds: the mean in percent, in brackets the least and the largest."""
-    gaps = [mine / theirs - 1 for mine, theirs in zip(losses, others, strict=True)]
-    return "{:+.{d}%} ({:+.{d}%} to {:+.{d}%})".format(statistics.mean(gaps), min(gaps), max(gaps), d=digits)
 
 
 def publish(

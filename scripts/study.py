@@ -1,4 +1,4 @@
-"""Loss and traffic of the optimizers against their dense twins; by name, what other parts cost or gain in loss.
+"""Loss and traffic of the optimizers against their dense twins; by name, which models train, and which are served.
 
 python scripts/study.py --task byte-lm digits --ranks 4 --results runs/study.jsonl --record scripts/records/study.md
 python scripts/study.py NAME                    (below; all take --help)
@@ -8,7 +8,6 @@ import importlib
 import sys
 
 STUDIES = {  # by name: the module that has its main(argv), and what it compares
-    "activations": "study.activations",  # few bits between pipeline stages
     "inference-models": "study.inference_models",  # whose tokens served models of transformers give
     "models": "study.models",  # which models of transformers train in which form of the engine
 }

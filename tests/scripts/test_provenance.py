@@ -98,7 +98,6 @@ COMMANDS: dict[str, tuple[str, Sequence[str]]] = {
     "same_bits.py": ("same_bits", ["HEAD", "--record", str(RECORD)]),
     "study.py": ("study.main", ["--record", str(RECORD)]),
     "study.py, its lines": ("study.main", ["--results", str(RECORD)]),
-    "study.py activations": ("study.activations", ["--results", str(RECORD)]),
     "bench.py sparse_attention": ("bench.sparse_attention", ["--record", str(RECORD)]),
     "train.py corpus": ("train.corpus", ["--manifest", str(RECORD)]),
     "train.py plot": ("train.plot", ["a.csv", "--out", str(RECORD)]),
@@ -137,7 +136,7 @@ def test_no_script_takes_a_record_without_the_rule() -> None:
         assert types <= {"record_path"} or (
             types <= {"record_path"} | reading_alone and "check_record" in path.read_text()
         )
-    assert sum("add_record(" in path.read_text() or bool(types) for path, types in found.items()) >= 13
+    assert sum("add_record(" in path.read_text() or bool(types) for path, types in found.items()) >= 12
 
 
 def test_a_revision_says_whether_files_differ(monkeypatch: pytest.MonkeyPatch) -> None:
