@@ -22,7 +22,6 @@ from torch import Tensor
 from bench.record import here, parser_of
 from bench.timing import Timing, in_turn
 from onebit.arithmetic.adam import direction_in_torch_
-from onebit.comm.kernels.library import ISAS
 from onebit.host import BLOCK, EightBitVariance, direction_, empty_variance, native
 from onebit.host.operands import AdamChunk, AdamConstants
 
@@ -41,23 +40,22 @@ class Side:
     call: Callable[[], object]
 
 
-def ours(elements: int, isa: str) -> list[Side]:
+def ours(elements: int) -> list[Side]:
     """The kernel's variants: types of gradient, m, v and output."""
     wide, narrow = torch.float32, torch.bfloat16
     return [
-        variant("m, v float32", elements, isa, wide, wide, False, None),
-        variant("the same, gradient and output bfloat16", elements, isa, narrow, wide, False, narrow),
-        variant("m bfloat16, v float32", elements, isa, wide, narrow, False, None),
-        variant("m float32, v 8 bits", elements, isa, wide, wide, True, None),
-        variant("m bfloat16, v 8 bits", elements, isa, wide, narrow, True, None),
-        variant("the same, gradient and output bfloat16", elements, isa, narrow, narrow, True, narrow),
+        variant("m, v float32", elements, wide, wide, False, None),
+        variant("the same, gradient and output bfloat16", elements, narrow, wide, False, narrow),
+        variant("m bfloat16, v float32", elements, wide, narrow, False, None),
+        variant("m float32, v 8 bits", elements, wide, wide, True, None),
+        variant("m bfloat16, v 8 bits", elements, wide, narrow, True, None),
+        variant("the same, gradient and output bfloat16", elements, narrow, narrow, True, narrow),
     ]
 
 
 def variant(
     name: str,
     n: int,
-    isa: str,
     grad_dtype: torch.dtype,
     m_dtype: torch.dtype,
     is_packed: bool,
@@ -72,7 +70,7 @@ def variant(
     constants = AdamConstants.of(**options, is_decoupled=True, bias_correction=True)
     moved = 8 + grad.element_size() + 2 * m.element_size() + (2 * (1 + 4 / BLOCK) if is_packed else 8)
     moved += 0 if out is None else out.element_size()
-    return Side(f"onebit: {name}", moved, lambda: native.adam_(chunk, constants, 0, isa))
+    return Side(f"onebit: {name}", moved, lambda: native.adam_(chunk, constants, 0))
 
 
 def directions(n: int) -> list[Side]:
@@ -112,7 +110,7 @@ def measure(args: argparse.Namespace) -> tuple[list[list[object]], list[str]]:
     x, y, z = torch.randn(n), torch.randn(n), torch.zeros(n)
     others, left_out = peers(n)
     floors = [Side(FLOOR, 12, lambda: torch.add(x, y, out=z)), Side(IN_PLACE, 12, lambda: torch.add(x, y, out=x))]
-    sides = [*floors, *ours(n, args.isa), *directions(n), *others]
+    sides = [*floors, *ours(n), *directions(n), *others]
     rows: list[list[object]] = []
     for threads in args.threads:
         torch.set_num_threads(threads)
@@ -134,7 +132,6 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--elements", type=int, default=25_000_000, help="parameters (default: %(default)s)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default: 1 2)")
     parser.add_argument("--repeats", type=int, default=25, help="of each side (default: %(default)s)")
-    parser.add_argument("--isa", choices=ISAS, default="auto", help="instruction set (default: the best one)")
     args = parser.parse_args(argv)
     if not native.is_built():
         parser.error(native.why_not())
@@ -145,7 +142,7 @@ def main(argv: Sequence[str]) -> None:
 {about}
 
 {args.elements} parameters in one tensor; {args.repeats} repetitions of all sides in turn; median (quartiles). Kernel:
-{native.describe()}, isa {args.isa}. The roof of a step is the time in which `{FLOOR}` moves as many bytes,
+{native.describe()}. The roof of a step is the time in which `{FLOOR}` moves as many bytes,
 at 12 per element; the aim is {TARGET} times it.
 
 {table(HEADS, rows, names=2)}

@@ -28,7 +28,7 @@ from bench import peer_deepspeed
 from bench.command import on_loopback
 from bench.limits import resident_bytes
 
-RANKS, WARM = 2, 4
+RANKS, WARM, BATCH, CLIP = 2, 4, 2, 1.0  # BATCH: windows per rank
 SIDES = ("onebit", "deepspeed")
 CASES = [(stage, dtype) for stage in (1, 2, 3) for dtype in ("float32", "bfloat16")]
 
@@ -52,10 +52,10 @@ def worker(args: argparse.Namespace) -> dict[str, float] | None:
 def train(engine_of: Any, args: argparse.Namespace) -> dict[str, float]:
     """Steps of one engine; medians over those after the first few."""
     config = {
-        "train_micro_batch_size_per_gpu": args.batch,
+        "train_micro_batch_size_per_gpu": BATCH,
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
-        "gradient_clipping": args.clip,
+        "gradient_clipping": CLIP,
         "bf16": {"enabled": args.dtype == "bfloat16"},
         "zero_optimization": {"stage": args.stage, "overlap_comm": True, "contiguous_gradients": True},
     }
@@ -66,7 +66,7 @@ def train(engine_of: Any, args: argparse.Namespace) -> dict[str, float]:
     engine, *_ = engine_of.initialize(model=model, optimizer=optimizer, config=config)
     rank = torch.distributed.get_rank()
     generator = torch.Generator().manual_seed(rank)
-    windows = torch.randint(VOCABULARY, (args.batch, SIZES[args.size].context + 1), generator=generator)
+    windows = torch.randint(VOCABULARY, (BATCH, SIZES[args.size].context + 1), generator=generator)
     seconds = []
     for _ in range(args.steps + WARM):
         began = time.perf_counter()
@@ -101,10 +101,8 @@ def measure(side: str, stage: int, dtype: str, args: argparse.Namespace) -> dict
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.py zero_deepspeed", description=__doc__.split("\n\n")[0])
     parser.add_argument("--size", choices=SIZES, default="25m-short")
-    parser.add_argument("--batch", type=int, default=2, help="windows per rank (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side (default: %(default)s)")
-    parser.add_argument("--clip", type=float, default=1.0, help="gradient_clipping (default: %(default)s)")
     add_record(parser)
     args = parser.parse_args(argv)
     if why := peer_deepspeed.why_not_prepared():
@@ -126,8 +124,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = f"""# Stages 1 to 3 beside DeepSpeed 0.19.6 on CPU
 
 `python scripts/bench.py zero_deepspeed`, {time.strftime("%Y-%m-%d")}, revision {revision()}, torch {torch.__version__}.
-GPT `{args.size}`, {args.batch} windows a rank, {RANKS} ranks over Gloo with one thread each, torch's fused AdamW and
-`gradient_clipping` {args.clip:g} on both sides, `contiguous_gradients` and `overlap_comm` on (without the latter
+GPT `{args.size}`, {BATCH} windows a rank, {RANKS} ranks over Gloo with one thread each, torch's fused AdamW and
+`gradient_clipping` {CLIP:g} on both sides, `contiguous_gradients` and `overlap_comm` on (without the latter
 DeepSpeed takes as long). DeepSpeed averages gradients in bfloat16 if it computes in it, ours always in float32.
 Medians of {args.rounds} runs of {args.steps} steps, in turn. Peak: the largest resident set of a rank, less that after
 a step of two parameters.

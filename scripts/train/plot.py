@@ -35,7 +35,7 @@ class Run:
         return found, [float(self.rows[k]["val_loss"]) for k in found]
 
 
-def draw(runs: Sequence[Run], out: Path, title: str = "") -> None:
+def draw(runs: Sequence[Run], out: Path) -> None:
     """Write a PNG with both panels."""
     from matplotlib.figure import Figure
 
@@ -53,7 +53,6 @@ def draw(runs: Sequence[Run], out: Path, title: str = "") -> None:
     for axes in (against_steps, against_bytes):
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.suptitle(title)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=130)
 
@@ -63,6 +62,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("csv", nargs="+", type=Path)
     add = parser.add_argument
     add("--out", type=record_path, required=True, metavar="FILE", help="a .png")
-    add("--title", default="")
     args = parser.parse_args(argv)
-    draw([Run(path.stem, read_csv(path)) for path in args.csv], args.out, args.title)
+    draw([Run(path.stem, read_csv(path)) for path in args.csv], args.out)
