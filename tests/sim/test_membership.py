@@ -34,11 +34,12 @@ from onebit.checkpoint.new_world import carried
 from onebit.comm import ErrorFeedback, ExchangeTask, IdentityCodec, PeerError, SimTransport
 from onebit.comm.messages import gather_bytes
 from onebit.comm.transports.notes import calling
+from onebit.comm.transports.simulated import SimNetwork
 from onebit.dense import Bucket, DenseAverager, average_gradients
 from onebit.layout.flat import Layout, lay_out
 from onebit.local.wrapped import local_state, with_shards
 from onebit.membership import Buffers, Members, MembershipError, Patience, begin, copying, end, residuals
-from onebit.membership.change import Change, _exchange, change
+from onebit.membership.change import Change, _exchange, _meet_before, change
 from onebit.membership.members import Standing
 from onebit.membership.rendezvous import Rendezvous, Roster
 from onebit.reference.codecs import compress
@@ -691,6 +692,16 @@ def test_a_newcomer_may_come_as_a_member_is_lost(
     run.join()
     assert set(run.results) == {"a", "b", "n"}
     assert all(torch.equal(run.results["a"], params) for params in run.results.values())
+
+
+def test_a_member_that_is_late_for_a_change_is_no_suspect() -> None:
+    """Or it would be given up after `suspect_s`, sooner than a member that computes; one that has died is."""
+    late = _meet_before(SimTransport(SimNetwork(2, timeout_s=0.2), 0))  # type: ignore[arg-type]
+    network = SimNetwork(2, timeout_s=20.0)
+    network.leave(1)
+    lost = _meet_before(SimTransport(network, 0))  # type: ignore[arg-type]
+    assert late is not None and not late.ranks
+    assert lost is not None and list(lost.ranks) == [1]
 
 
 def test_newcomers_that_come_with_a_loss_in_sync_come_once() -> None:
