@@ -28,6 +28,7 @@ import onebit
 from faults.case import AS_PROMISED, HUNG, REFUSED, SILENT, Case, Outcome, Tools
 from faults.member_runs import Killed, PartialNetwork
 from onebit.comm import PeerError, SimTransport, Work
+from onebit.comm.transports.notes import Operation
 from onebit.comm.transports.simulated import SimNetwork
 from onebit.membership import Members, Patience, Rendezvous, Roster, begin, end
 from onebit.membership.members import Connect
@@ -125,6 +126,20 @@ class FatedTransport(SimTransport):
         return work
 
 
+class StrictNetwork(PartialNetwork):
+    """Remembers if members that all live meet in different operations. Gloo would leave them waiting for a timeout."""
+
+    apart = ""
+
+    def collect(self, operation: Operation, rank: int) -> list[Tensor]:
+        try:
+            return super().collect(operation, rank)
+        except PeerError as error:
+            if "different operations" in str(error) and not self._dead:
+                self.apart = str(error)
+            raise
+
+
 @dataclass
 class Door:
     """A member's connection to the store, which may be away, or be another one after it came back."""
@@ -151,7 +166,7 @@ class Hub:
 
     store: HashStore = field(default_factory=lambda: new_store())
     is_away: threading.Event = field(default_factory=threading.Event)
-    networks: dict[tuple[Roster, int], PartialNetwork] = field(default_factory=dict)
+    networks: dict[tuple[Roster, int], StrictNetwork] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def members(self, name: str, fate: Fate, digests: dict[int, int], local: SimTransport) -> RememberingMembers:
@@ -177,7 +192,7 @@ class Hub:
             if roster.epoch > 0:
                 rendezvous.confirm(roster, "present")
             with self.lock:
-                new = PartialNetwork(len(roster.names), TIMEOUT_S)
+                new = StrictNetwork(len(roster.names), TIMEOUT_S)
                 network = self.networks.setdefault((roster, place), new)
             transport = FatedTransport(network, rank)
             transport.fate, transport.thread = fate, thread
@@ -401,7 +416,11 @@ class Run:
             time.sleep(0.005)
 
     def differing(self) -> str:
-        """The members whose bits differ in a step that both have taken."""
+        """The members whose bits differ in a step that both have taken, or who would wait for each other."""
+        with self.hub.lock:
+            apart = [network.apart for network in self.hub.networks.values() if network.apart]
+        if apart:
+            return apart[0]
         seen: dict[tuple[int, int], tuple[str, int]] = {}
         for name, life in self.lives.items():
             its = [
@@ -532,7 +551,8 @@ def cases() -> Iterator[Case]:
     for kind in KINDS:
         yield Case(
             f"simulated, {kind}",
-            f"all living members step together again within {PATIENCE_S:g} s; the same bits in each step; the loss",
+            f"all living members step together again within {PATIENCE_S:g} s; the same bits in each step; the loss; "
+            "no two wait for each other",
             f"{CHANGES} random changes: kills, stops, cuts, joins, two at once, amid a join or a change, no rendezvous",
             "the steps and the bits of each member",
             partial(changes, kind),
