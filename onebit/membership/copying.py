@@ -247,7 +247,7 @@ class Giver:
         self._optimizer, self._members, self._lines = optimizer, members, lines
         self._givings: list[_Giving] = []
         self._has_left = False
-        self._lock = threading.Lock()  # of these and of the optimizer's journal
+        self._lock = threading.Lock()  # of these, of the optimizer's journal, and of the following
         self._asked: Roster | None = None  # for all ranks of this member; then the answers
         self._answers: dict[Roster, str | None] = {}
 
@@ -262,9 +262,10 @@ class Giver:
             ranks of this member have yet to begin.
         """
         if self._members.node is not None:
-            if (answer := self._answers.pop(pair, None)) is None and self._asked is None:
-                self._asked = pair
-            return answer
+            with self._lock:
+                if (answer := self._answers.pop(pair, None)) is None and self._asked is None:
+                    self._asked = pair
+                return answer
         why = self._why_not()
         return self._begin(pair) if why == "" else why
 
@@ -283,9 +284,10 @@ class Giver:
         pair, every = Roster(epoch, tuple(names)), node.share(self._why_not())
         if all(why == "" for why in every):
             every = node.share(self._begin(pair))
-        if self._asked is not None:
-            self._answers[pair] = None if None in every else next(filter(None, every), "")
-            self._asked = None
+        with self._lock:
+            if self._asked is not None:
+                self._answers[pair] = None if None in every else next(filter(None, every), "")
+                self._asked = None
 
     def _why_not(self) -> str | None:
         if not all(giving.is_ready for giving in self._living()):
