@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +25,7 @@ try:
     from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
     from lightning.fabric.utilities.cloud_io import get_filesystem
     from lightning.pytorch import Trainer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
@@ -43,8 +44,8 @@ class OnebitStrategy(DDPStrategy):
     """Data parallelism without DistributedDataParallel: the one-bit optimizer does all traffic of the training.
 
     1. Before training, rank 0's parameters and buffers go to all ranks; the optimizer sends the rest.
-    2. `Trainer(gradient_clip_val=...)` and `clip_gradients` set the optimizer's max_grad_norm. Accumulating backward
-       passes send nothing. Under "16-mixed", buckets are sent in step(), when the loss scale is known.
+    2. `Trainer(gradient_clip_val=...)` and `clip_gradients` set the optimizer's max_grad_norm for a step. Accumulating
+       backward passes send nothing. Under "16-mixed", buckets are sent in step(), when the loss scale is known.
     3. Before a validation, before a checkpoint and at the end, buffers become their mean over the ranks, and 0/1 Adam
        synchronises its replicas.
     4. A checkpoint is Lightning's file, written by rank 0, which `load_from_checkpoint` reads; the other ranks' states
@@ -81,6 +82,9 @@ class OnebitStrategy(DDPStrategy):
             )
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, **lightnings)
         self._loaded_from: str | Path = ""
+        self._constructed_norm: dict[torch.optim.Optimizer, float] = {}
+        self._clips_to: dict[torch.optim.Optimizer, float] = {}  # the norms that `clip_gradients` asked for last
+        self._is_asked = set[torch.optim.Optimizer]()  # those that are asked to clip in the step under way
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -126,20 +130,24 @@ class OnebitStrategy(DDPStrategy):
                 )
             if getattr(self.precision_plugin, "scaler", None) is not None:
                 optimizer.overlap.is_on = False  # gradients that left in backward would all be sent once more
-            if clip_val := trainer.gradient_clip_val:
-                if optimizer.max_grad_norm not in (0.0, clip_val):
-                    raise ValueError(
-                        f"Trainer(gradient_clip_val={clip_val}), but {type(optimizer).__name__}(max_grad_norm="
-                        f"{optimizer.max_grad_norm}); give one of them, or both the same"
-                    )
-                self._clip_gradients(optimizer, clip_val, trainer.gradient_clip_algorithm or "norm")
+            clip_val = trainer.gradient_clip_val or 0.0
+            if clip_val and optimizer.max_grad_norm not in (0.0, clip_val):
+                raise ValueError(
+                    f"Trainer(gradient_clip_val={clip_val}), but {type(optimizer).__name__}(max_grad_norm="
+                    f"{optimizer.max_grad_norm}); give one of them, or both the same"
+                )
+            self._constructed_norm[optimizer] = optimizer.max_grad_norm
+            self._clip_gradients(optimizer, clip_val, trainer.gradient_clip_algorithm or "norm")
+        self._is_asked.clear()
         # Replace the method of this one plugin: Lightning has no hook for it, and would clip by each rank's own norm.
         self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
 
     def _clip_gradients(
         self, optimizer: torch.optim.Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: object = "norm"
     ) -> None:
-        """Called by `LightningModule.clip_gradients`: the optimizer clips, by the norm of the mean gradient."""
+        """Called by `LightningModule.clip_gradients`: the optimizer clips this step, by the mean gradient's norm."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
         assert isinstance(optimizer, CompressedOptimizer)
         if clip_val > 0:
             algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)).lower()
@@ -148,7 +156,24 @@ class OnebitStrategy(DDPStrategy):
                     f"rank {self.global_rank}: gradient_clip_algorithm={algorithm!r} needs the mean gradient, which no "
                     'rank has once momentum travels; use "norm"'
                 )
-            optimizer.max_grad_norm = float(clip_val)
+            self._clips_to[optimizer] = optimizer.max_grad_norm = float(clip_val)
+            self._is_asked.add(optimizer)
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any, **named: Any
+    ) -> Any:
+        assert isinstance(optimizer, CompressedOptimizer)
+
+        def without_clip() -> Any:
+            loss = closure()
+            # Automatic optimization asks after this, manual has asked before.
+            if optimizer not in self._is_asked and optimizer.max_grad_norm == self._clips_to.get(optimizer):
+                optimizer.max_grad_norm = self._constructed_norm[optimizer]
+            return loss
+
+        stepped = super().optimizer_step(optimizer, without_clip, *args, **named)
+        self._is_asked.discard(optimizer)
+        return stepped
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -79,12 +79,20 @@ class Regression(LightningModule):
         self.log("score", self.net(batch[0]).square().mean(), sync_dist=True)
 
 
-class Manual(Regression):
-    """Manual optimization, in two micro-batches."""
+class FirstClipped(Regression):
+    """Clips four steps of ten, by Lightning's hook."""
 
-    def __init__(self, clip: float = 0.0, by: str = "norm", **options: Any):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        if self.global_step < 4:
+            self.clip_gradients(optimizer, 0.05, "norm")
+
+
+class Manual(Regression):
+    """Manual optimization, in two micro-batches. clips: how many steps."""
+
+    def __init__(self, clip: float = 0.0, by: str = "norm", clips: int = 10, **options: Any):
         super().__init__(**options)
-        self.automatic_optimization, self.clip, self.by = False, clip, by
+        self.automatic_optimization, self.clip, self.by, self.clips = False, clip, by, clips
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -92,7 +100,7 @@ class Manual(Regression):
         with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
             self.manual_backward(loss / 2)
         if batch_idx % 2 == 1:
-            if self.clip:
+            if self.clip and self.global_step < self.clips:
                 self.clip_gradients(optimizer, self.clip, self.by)
             optimizer.step()
             optimizer.zero_grad()
@@ -120,9 +128,13 @@ def by_hand(
     passes: int = 1,
     dtype: torch.dtype | None = None,
     spoil: int = -1,
+    clips: int = 10,
     **options: Any,
 ) -> tuple[nn.Module, list[float]]:
-    """The plain loop that `fit` stands for: (the trained model, the first number of every batch)."""
+    """The plain loop that `fit` stands for: (the trained model, the first number of every batch).
+
+    clips: how many steps clip, if any do.
+    """
     model, seen = net(), []
     optimizer = make(model.parameters(), **options)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
@@ -137,6 +149,8 @@ def by_hand(
             loss = loss * float("inf") if k == spoil and dist.get_rank() == 1 else loss
             scaler.scale(loss).backward()
             if k % passes == passes - 1:
+                if step == clips:
+                    optimizer.max_grad_norm = 0.0  # type: ignore[attr-defined]
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
@@ -159,8 +173,10 @@ def trained() -> dict[str, dict[str, object]]:
         "plain": agrees(fit(Regression())),
         "clipped": agrees(fit(Regression(), gradient_clip_val=0.05), max_grad_norm=0.05),
         "clipped by both": agrees(fit(Regression(max_grad_norm=0.05), gradient_clip_val=0.05), max_grad_norm=0.05),
+        "first clipped": agrees(fit(FirstClipped()), max_grad_norm=0.05, clips=4),
         "accumulated": agrees(fit(Regression(), accumulate_grad_batches=2), passes=2),
         "manual": agrees(fit(Manual(clip=0.05)), passes=2, max_grad_norm=0.05),
+        "manual, first clipped": agrees(fit(Manual(clip=0.05, clips=4)), passes=2, max_grad_norm=0.05, clips=4),
         "bf16-mixed": agrees(fit(Regression(), precision="bf16-mixed"), dtype=torch.bfloat16),
         "16-mixed": agrees(fit(Regression(), half=True), **half),
         "16-mixed, clipped": agrees(fit(Regression(), half=True, gradient_clip_val=0.05), **half, max_grad_norm=0.05),

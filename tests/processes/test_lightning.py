@@ -36,7 +36,7 @@ def test_the_trainer_does_what_the_plain_loop_does(found: list[dict[str, Any]]) 
         assert ours["here"] == theirs["here"] == ours["by hand"], name
         assert ours["same data"] and theirs["same data"] and ours["seen"] != theirs["seen"], name
     bits = [case["here"] for case in found[0]["trained"].values()]
-    assert len(set(bits)) == len(bits) - 1  # of the nine cases two say the same
+    assert len(set(bits)) == len(bits) - 1  # two of the cases are the same
 
 
 def test_what_is_validated_is_the_same_on_all_ranks(found: list[dict[str, Any]]) -> None:
