@@ -767,6 +767,24 @@ def test_an_engine_that_trains_is_served() -> None:
     torch.testing.assert_close(found, trained, rtol=1e-5, atol=1e-5)
 
 
+def test_an_engine_with_a_step_under_way_is_served_with_that_step() -> None:
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 2}},
+        "onebit": {"delay": 1},
+    }
+    training, (text,) = zero.initialize(model=gpt(), config=config)[0], prompts(12)
+    for _ in range(4):
+        training.backward(training(text[None]).logsumexp(2).mean())
+        training.step()
+    assert training.optimizer.step_under_way is not None
+    served = logits_of(init_inference(training), text[None])
+    training.eval()
+    expected = logits_of(init_inference(training.module), text[None])
+    training.close()
+    assert torch.equal(served, expected)
+
+
 # ---------------------------------------------------------------- from files
 
 
@@ -802,6 +820,24 @@ def test_weights_come_from_checkpoints(tmp_path: Path) -> None:
     next((tmp_path / "steps").glob("step_*/*.distcp")).write_bytes(b"")
     with pytest.raises(CheckpointError, match="damaged"):
         init_inference(empty, checkpoint=tmp_path / "steps")
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_frozen_weights_of_a_run_in_bfloat16_are_served_with_the_others(tmp_path: Path, dtype: str | None) -> None:
+    """A checkpoint has float32 masters of those that are trained, and the frozen ones as they are."""
+    model, (text,) = gpt(), prompts(12)
+    for p in model.blocks[0].parameters():
+        p.requires_grad_(False)
+    options = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "bf16": {"enabled": True}}
+    training = zero.initialize(model=model, config={"train_batch_size": 1, **options})[0]
+    training.backward(training(text[None]).float().logsumexp(2).mean())
+    training.step()
+    training.save_checkpoint(tmp_path)
+    training.close()
+    plain = gpt()
+    plain.load_state_dict(zero.read_checkpoint_weights(tmp_path))
+    expected = logits_of(init_inference(plain, dtype=dtype), text[None])
+    assert torch.equal(logits_of(init_inference(gpt(), checkpoint=tmp_path, dtype=dtype), text[None]), expected)
 
 
 @needs_transformers

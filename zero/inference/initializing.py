@@ -7,7 +7,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -25,6 +25,7 @@ from ..checkpoint.weights import error_of_safetensors
 from ..checkpoint.whole import read_checkpoint_weights
 from ..compression.packing import is_compressed, read_compressed
 from ..compression.techniques import ActivationQuantization
+from ..engine import Engine
 from ..parallel.experts import is_experts
 from ..parallel.model_plan import patterns
 from ..precision import meets_activations
@@ -66,7 +67,8 @@ def init_inference(
     what is served. A short run compares the split model, and decoding over the cache, with the whole model.
 
     Args:
-        model: A module, an engine that trains one, or the name or folder of a model of transformers.
+        model: A module, an engine that trains one, or the name or folder of a model of transformers. Replicas of an
+            engine that differ are made equal first, as by `engine.synchronise()`.
         config: The options as a dict, a JSON file or an `InferenceConfig`; None (default) for defaults.
         transport: Between all ranks; each tp_size or pp_size consecutive ranks serve together. None (default): with one
             of them above 1 the launcher's ranks, otherwise this rank alone.
@@ -82,6 +84,8 @@ def init_inference(
         CheckpointError: Weights cannot be read, or are of another model.
     """
     read = read_inference_config(config, **keywords)
+    if isinstance(model, Engine):
+        model.synchronise()
     W, P = read.tensor_parallel.tp_size, read.pipeline_parallel.pp_size
     if calibration is not None and read.weight_bits != 4:
         raise ValueError('calibration is for weights in int4: write dtype "int4", or leave calibration out')
@@ -279,10 +283,19 @@ def _load(model: nn.Module, config: InferenceConfig) -> None:
         if state[name].shape != x.shape:
             shapes = f"shape {tuple(state[name].shape)} there and {tuple(x.shape)} here"
             raise CheckpointError(f"{path} is of another model: {name} has {shapes}")
+    params = dict(model.named_parameters(remove_duplicate=False))
+    if len(_float_dtypes(params)) == 1 < len(dtypes := _float_dtypes({name: state[name] for name in params})):
+        # A run in 16 bits has float32 masters of the weights that it trains, and the frozen ones as they are.
+        widest = reduce(torch.promote_types, dtypes)
+        state |= {name: state[name].to(widest) for name, p in params.items() if p.is_floating_point()}
     model.load_state_dict(state, assign=True)
     for first, *others in places.values():  # load_state_dict has assigned tied tensors separately
         for name in others:
             _put(model, name, model.state_dict(keep_vars=True)[first])
+
+
+def _float_dtypes(tensors: Mapping[str, Tensor]) -> set[torch.dtype]:
+    return {x.dtype for x in tensors.values() if x.is_floating_point()}
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
