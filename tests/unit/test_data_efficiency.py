@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -156,6 +158,19 @@ def test_a_pass_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest
     Failing.calls = 0
     measure(texts, metrics, tmp_path / "cut", shows_progress=False)  # type: ignore[arg-type]
     assert Failing.calls == 0, "a finished pass measures nothing"
+
+
+def test_a_pass_on_a_full_disk_ends_in_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of a map that the disk has no room for would end the process by SIGBUS."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match=r"No space left on device: .*length\.npy"):
+            _measured(tmp_path, Texts(47))
+    assert _measured(tmp_path, Texts(47))["length"].tolist() == [k % 5 + 1 for k in range(47)]
 
 
 @pytest.mark.processes

@@ -454,7 +454,7 @@ class TestDisk:
 
     @pytest.mark.parametrize("fails", [1, 2, 3])
     def test_without_room_the_model_stays(self, fails: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        reserve, calls = files._reserve, 0
+        reserve, calls = files.reserve, 0
 
         def full_at_last(fd: int, nbytes: int) -> None:
             nonlocal calls
@@ -463,7 +463,7 @@ class TestDisk:
                 raise OSError(errno.ENOSPC, "No space left on device")
             reserve(fd, nbytes)
 
-        monkeypatch.setattr(files, "_reserve", full_at_last)
+        monkeypatch.setattr(files, "reserve", full_at_last)
         expected = train(resident := made("twice"), adamw(resident.parameters()))
         with pytest.raises(StoreError, match=r"is full: .* free some, or name a folder on another disk"):
             full(model := made("twice"), tmp_path)

@@ -27,6 +27,7 @@ import torch
 from numpy.lib.format import open_memmap
 from torch.utils.data import DataLoader, Dataset
 
+from ..offload.files import reserve
 from .metrics import Array, Field, Metric, counts_of
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ def measure(
     Raises:
         ValueError: No metrics, or the folder holds metrics of another dataset or with other names.
         TypeError: The dataset has no length or no items.
+        OSError: The disk is full, or the folder cannot be written.
     """
     if not metrics:
         raise ValueError("expected at least one metric, as {'length': Length()}")
@@ -79,6 +81,12 @@ def measure(
         name: open_memmap(path, mode="r+" if done else "w+", dtype=metric.dtype, shape=(n,))
         for (name, metric), path in zip(metrics.items(), paths.values(), strict=True)
     }
+    for path in () if done else paths.values():
+        with path.open("r+b") as file:
+            try:
+                reserve(file.fileno(), path.stat().st_size)
+            except OSError as error:
+                raise OSError(error.errno, f"{error.strerror}: {path}") from error
     saved = time.monotonic()
     with Progress(f"metrics {', '.join(metrics)}", n, done, is_shown=shows_progress) as progress:
         for values in _parts(dataset, range(done, n), partial(_evaluate, metrics), workers):

@@ -279,7 +279,7 @@ def make_file(folder: Path, nbytes: int, rank: int) -> tuple[int, bool]:
             ) from error
         path.unlink()
         try:
-            _reserve(fd, nbytes)
+            reserve(fd, nbytes)
             if not direct or _takes_direct(fd, nbytes):
                 return fd, bool(direct)
             os.close(fd)
@@ -289,7 +289,11 @@ def make_file(folder: Path, nbytes: int, rank: int) -> tuple[int, bool]:
     raise AssertionError("without O_DIRECT the loop returns or raises")
 
 
-def _reserve(fd: int, nbytes: int) -> None:
+def reserve(fd: int, nbytes: int) -> None:
+    """Give an open file its blocks on the disk: a page of a map that finds none later ends the process by SIGBUS.
+
+    Raises OSError if they do not fit.
+    """
     if nbytes == 0:
         return
     there = os.fstatvfs(fd)
