@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -27,6 +28,7 @@ from onebit import zero
 from onebit.checkpoint.files import CheckpointError
 from onebit.comm import SimTransport, run_ranks, torch_versions
 from onebit.model_parallel import TENSOR_AXIS
+from onebit.zero.checkpoint import weight_folder
 from onebit.zero.checkpoint.reshard import boxes_of
 from onebit.zero.checkpoint.weight_files import open_weights
 from onebit.zero.checkpoint.weights import write_weights
@@ -124,6 +126,35 @@ def test_a_smaller_model_leaves_nothing_of_a_larger_one(tmp_path: Path) -> None:
         table = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
         assert {path.name for path in tmp_path.glob("*.safetensors")} == set(table.values())
         assert alike(zero.materialize(on_meta(), tmp_path), net())
+
+
+@pytest.mark.parametrize("most", [(300, None), (None, 300)])
+def test_of_a_folder_and_a_file_the_later_one_is_read(tmp_path: Path, most: tuple[int | None, int | None]) -> None:
+    """transformers takes model.safetensors if it is there, and looks for no index then."""
+    first = net()
+    for p in first.parameters():
+        nn.init.ones_(p)
+    for model, size in zip((first, net()), most, strict=True):
+        file = tmp_path / "model.safetensors" if size is None else tmp_path
+        zero.export_weights(model, file, SimTransport(), max_file_bytes=size)
+    assert alike(zero.materialize(on_meta(), tmp_path), net())
+    assert (tmp_path / "model.safetensors").is_file() == (most[1] is None)
+
+
+def test_an_export_that_fails_leaves_no_mixture_of_two_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zero.export_weights(net(), tmp_path, SimTransport(), max_file_bytes=300)
+    write, left = weight_folder.write_weights, [1]
+
+    def full(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        if not left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        left.pop()
+        write(path, tensors)
+
+    monkeypatch.setattr(weight_folder, "write_weights", full)
+    with pytest.raises(OSError, match=r"model-00002-of-\d+\.safetensors cannot be written: No space left"):
+        zero.export_weights(net(), tmp_path, SimTransport(), max_file_bytes=300)
+    assert [path.name[:11] for path in tmp_path.iterdir()] == ["model-00001"]
 
 
 # -------------------------------------------------------------------------------- what is wrong

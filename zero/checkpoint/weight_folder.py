@@ -20,7 +20,7 @@ from ...comm.messages import gather_texts, raise_on_all_ranks
 from ...model_parallel import gathered
 from ..grid import Grid
 from .weights import error_of_safetensors, tied, write_weights
-from .whole import INDEX
+from .whole import INDEX, WHOLE
 
 
 class Entry(NamedTuple):
@@ -50,8 +50,9 @@ def export_folder(
     """Write the weights to files of at most max_file_bytes of tensors, and their index last. All ranks; rank 0 writes.
 
     Rank 0 holds one file's tensors in host memory, every rank one whole parameter. See `export_weights` for dtype and
-    grid. A folder with an index is complete: an older index is removed first, and its files last. Raises ValueError if
-    max_file_bytes is below 1, and OSError, on all ranks, if the folder cannot be written.
+    grid. A folder with an index is complete: an older index is removed first, with files of the new names, and its
+    other files and model.safetensors last. Raises ValueError if max_file_bytes is below 1, and OSError, on all ranks,
+    if the folder cannot be written.
     """
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes must be at least 1, got {max_file_bytes}")
@@ -70,7 +71,9 @@ def export_folder(
             try:
                 if k == 0:
                     make_folder(folder)
-                    old = _drop_index(folder)
+                    old = _drop_index(folder) | {WHOLE}
+                    for name in names:
+                        remove(folder / name)
                 write_weights(folder / names[k], tensors)
             except (OSError, error_of_safetensors()) as error:
                 problem = f"rank 0: {folder / names[k]} cannot be written: {reason(error)}"

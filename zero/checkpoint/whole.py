@@ -20,6 +20,7 @@ from .files import knowing_that_it_is_alone
 from .storage import Reader, read_table
 from .weights import read_weights
 
+WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
@@ -76,7 +77,10 @@ def checkpoint_in(source: Path, tag: str | None) -> Path:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files that an index names, or all without an index. Raises CheckpointError if one is missing."""
+    """The files that an index names, or all without an index. Raises CheckpointError if one is missing.
+
+    As in transformers, a file of the whole model comes before an index of others.
+    """
     if not (index := folder / INDEX).is_file():
         return sorted(folder.glob("*.safetensors"))
     try:
@@ -90,6 +94,8 @@ def files_of(folder: Path) -> list[Path]:
         raise CheckpointError(f"{index} names {strays[0][:99]!r}, which is no file beside it; fetch the folder whole")
     if not names:
         raise CheckpointError(f"{index} names no files: expected a weight_map of names to files")
+    if WHOLE not in names and (folder / WHOLE).is_file():
+        return [folder / WHOLE]
     return [folder / name for name in names]
 
 
