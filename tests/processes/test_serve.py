@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ uvicorn = pytest.importorskip("uvicorn")
 
 from onebit.cli.serve import app  # noqa: E402
 from onebit.cli.serve.app import Limits, Served, make_app  # noqa: E402
+from onebit.cli.serve.guard import Punctual  # noqa: E402
 from onebit.cli.serve.worker import Worker  # noqa: E402
 
 TOKEN = "a secret"
@@ -77,7 +79,8 @@ class Server:
         app = make_app(served, self.worker, limits, token)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.address = self.socket.getsockname()
-        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=2))
+        waits = {"timeout_keep_alive": limits.read_s, "timeout_graceful_shutdown": 2}
+        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, http=Punctual, **waits))
         self._thread = threading.Thread(target=lambda: self._server.run(sockets=[self.socket]))
         self._thread.start()
         self.url = f"http://127.0.0.1:{self.address[1]}"
@@ -305,6 +308,29 @@ def test_too_many_too_slow_and_other_names() -> None:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 10\r\n\r\n{")
         assert b"408" in connection.recv(100)
         assert httpx.get(server.url, headers={"host": "evil.example"}).status_code == 400
+    finally:
+        server.close()
+
+
+def test_a_connection_without_a_whole_request_ends() -> None:
+    """Those that bring no request, or half of its headers, would leave no connection to others."""
+    server = Server(limits=Limits(read_s=0.5), token=None)
+    whole = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    try:
+        for begun, answers in ((b"", 0), (b"GET /health HT", 0), (whole * 2 + b"GET /health HT", 2)):
+            with socket.create_connection(server.address) as connection:
+                connection.settimeout(0.1)
+                connection.sendall(begun)
+                began, answer = time.monotonic(), b""
+                with suppress(ConnectionError):
+                    while time.monotonic() < began + 10:
+                        try:
+                            if not (part := connection.recv(1000)):
+                                break
+                            answer += part
+                        except TimeoutError:
+                            connection.sendall(b"x" * bool(begun))
+            assert time.monotonic() < began + 5 and answer.count(b"HTTP/1.1 200") == answers
     finally:
         server.close()
 

@@ -56,7 +56,7 @@ class Limits:
 
     Attributes:
         most_bytes: Of a request.
-        read_s: Seconds until all of it must be here.
+        read_s: Seconds until all of it must be here, counted again once its headers are.
         answer_s: Seconds until its answer must have ended.
         hosts: Names by which requests may address this server; None: any.
     """

@@ -84,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
         import uvicorn
 
         from .app import Limits, make_app
+        from .guard import Punctual
         from .worker import CLOSING, Worker
     except ImportError as error:
         raise UserError(f"a package is missing: {error}; pip install 'onebit[serve]'") from error
@@ -115,9 +116,10 @@ def main(argv: Sequence[str]) -> int:
 
     worker = Worker(batch, args.waiting, idle_s, stop)
     hosts = LOCAL if is_local else None
-    app = make_app(served, worker, Limits(answer_s=args.answer_timeout, hosts=hosts), token)
+    limits = Limits(answer_s=args.answer_timeout, hosts=hosts)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False,
+        make_app(served, worker, limits, token), http=Punctual, timeout_keep_alive=round(limits.read_s),
+        log_config=None, access_log=False, server_header=False,
         timeout_graceful_shutdown=round(min(args.grace, 1e6)), limit_concurrency=args.rows + args.waiting + 64,
     )  # fmt: skip
     server = uvicorn.Server(config)

@@ -7,11 +7,38 @@ import hmac
 import json
 from typing import TYPE_CHECKING
 
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN = ("/", "/health")
 """Paths that need no token: they tell nothing of the model's texts."""
+
+
+class Punctual(H11Protocol):
+    """A connection that ends if the headers of a request are not all here `timeout_keep_alive` seconds after it began.
+
+    uvicorn would wait for them for ever, and `Guard` sees a request after they have come.
+    """
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._limit()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            self._limit()
+        elif self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _limit(self) -> None:
+        self._late = self._late or self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
 
 class _TooLarge(Exception):
