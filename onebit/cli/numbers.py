@@ -52,3 +52,14 @@ def seconds(text: str) -> float:
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"expected seconds, at least 0, got {text!r}")
     return value
+
+
+def amount(text: str) -> float:
+    """For argparse: a finite number, at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number, at least 0, got {text!r}")
+    return value

@@ -19,7 +19,7 @@ from ..zero.sequence.plan import CODECS as SEQUENCE_CODECS
 from ..zero.sequence.plan import SequenceRun
 from ..zero.sequence.plan import chosen as chosen_layout
 from ..zero.sequence.plan import plans as sequence_plans
-from .numbers import number, rate, seconds
+from .numbers import amount, number, rate
 from .output import Screen, Table, write_json
 
 _HEADINGS = (
@@ -279,11 +279,11 @@ def _parser() -> argparse.ArgumentParser:
         "optimizer's)")  # fmt: skip
     add("--steps", type=int, default=1000, help="steps of the run, over which bits are averaged (default: 1000)")
     add("--local-steps", type=int, default=32, metavar="H", help="steps between two rounds of LocalSteps (default: 32)")
-    add("--compute", type=seconds, default=0.0, metavar="SECONDS", help="seconds of a step without traffic, which hide "
+    add("--compute", type=amount, default=0.0, metavar="SECONDS", help="seconds of a step without traffic, which hide "
         "a part of the traffic (default: 0)")  # fmt: skip
     add("--serve", type=shape, metavar="LAYERSxWIDTH", help="plan init_inference instead: the cost of a token")
     add("--rows", type=int, default=1, help="with --serve: prompts answered at once (default: 1)")
-    add("--memory", type=float, default=20.0, metavar="GB/s", help="with --serve: bandwidth of memory (default: 20)")
+    add("--memory", type=amount, default=20.0, metavar="GB/s", help="with --serve: bandwidth of memory (default: 20)")
     add("--sequence", type=attention_shape, metavar="LAYERSxWIDTHxHEADS[xGROUPS]", help="plan sequence_parallel: one "
         "sequence of --tokens over all ranks, each of --tflops")  # fmt: skip
     add("--kv", choices=SEQUENCE_CODECS, help="with --sequence: format in which keys and values travel "
@@ -301,18 +301,18 @@ def _add_offload(parser: argparse.ArgumentParser) -> None:
         "where the state is encoded",
     )
     add = group.add_argument
-    add("--device-gb", type=float, help="memory of the GPU; 0: no GPU")
-    add("--host-gb", type=float, help="host memory that may be used (default: 128)")
-    add("--disk-gb", type=float, default=0.0, help="space on a local disk (default: 0)")
-    add("--pcie", type=float, default=25.0, metavar="GB/s", help="bandwidth of PCIe in one direction (default: 25)")
-    add("--disk", type=float, default=5.0, metavar="GB/s", help="bandwidth of the disk (default: 5)")
-    add("--device-memory", type=float, default=1000.0, metavar="GB/s", help="bandwidth of GPU memory (default: 1000)")
-    add("--host-memory", type=float, default=100.0, metavar="GB/s", help="bandwidth of host memory (default: 100)")
-    add("--tflops", type=float, default=100.0, help="speed that the device reaches (default: 100)")
+    add("--device-gb", type=amount, help="memory of the GPU; 0: no GPU")
+    add("--host-gb", type=amount, help="host memory that may be used (default: 128)")
+    add("--disk-gb", type=amount, default=0.0, help="space on a local disk (default: 0)")
+    add("--pcie", type=amount, default=25.0, metavar="GB/s", help="bandwidth of PCIe in one direction (default: 25)")
+    add("--disk", type=amount, default=5.0, metavar="GB/s", help="bandwidth of the disk (default: 5)")
+    add("--device-memory", type=amount, default=1000.0, metavar="GB/s", help="bandwidth of GPU memory (default: 1000)")
+    add("--host-memory", type=amount, default=100.0, metavar="GB/s", help="bandwidth of host memory (default: 100)")
+    add("--tflops", type=amount, default=100.0, help="speed that the device reaches (default: 100)")
     add("--tokens", type=number, default=4096.0, help="tokens of a step (default: 4096)")
     add("--largest", type=number, default=0.0, help="elements of the largest parameter (default: 0)")
     add("--modules", type=int, default=0, help="modules that own parameters; counts their Python objects (default: 0)")
-    add("--ratio", type=float, help="mode state: share of parameters with their state in the store (default: 1)")
+    add("--ratio", type=amount, help="mode state: share of parameters with their state in the store (default: 1)")
     add("--trained", type=number, help="trained parameters, if the rest is frozen (default: all)")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from onebit import cli
 from onebit.cli import COMMANDS, bench, main
-from onebit.cli.numbers import MODELS, model_size, number, rate, seconds
+from onebit.cli.numbers import MODELS, amount, model_size, number, rate, seconds
 from onebit.cli.output import PLAIN, Screen, Table
 from onebit.comm import CODECS, run_ranks
 from onebit.version import VERSION
@@ -108,14 +108,23 @@ def test_numbers_as_people_write_them(text: str, value: float) -> None:
     assert number(text) == value
 
 
-@pytest.mark.parametrize("read", [number, rate, seconds, model_size])
+@pytest.mark.parametrize("read", [number, rate, amount, seconds, model_size])
 def test_other_texts_are_refused(read: object) -> None:
     for text in ("", "0x10", "fast", "-3", "nan"):
         with pytest.raises(argparse.ArgumentTypeError, match=r"expected|write it"):
             read(text)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("words", [["--params", "1e400"], ["--params", "1m", "--compute", "nan"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--params", "1e400"],
+        ["--params", "1m", "--compute", "inf"],
+        ["--params", "1m", "--device-gb", "nan"],
+        ["--params", "1m", "--device-gb", "24", "--host-gb", "inf"],
+        ["--params", "1m", "--serve", "12x768", "--memory", "nan"],
+    ],
+)
 def test_a_plan_refuses_numbers_that_are_not_finite(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--hosts", "2", *words])
