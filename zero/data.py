@@ -44,6 +44,23 @@ class Loader(Protocol):
         ...
 
 
+def size_of(dataset: object) -> int:
+    """Return the number of a dataset's samples.
+
+    Args:
+        dataset: The dataset.
+
+    Raises:
+        TypeError: It has no length or no items.
+    """
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"expected a map-style dataset, with a length and items, got {type(dataset).__name__}: make a list of its "
+            "samples, or draw batches from a DataLoader of your own, on each rank its part"
+        )
+    return len(dataset)
+
+
 class ShardedLoader:
     """Batches of this rank's share of a dataset, an epoch for every `iter()`. No communication.
 
@@ -65,6 +82,7 @@ class ShardedLoader:
 
     Raises:
         ValueError: The dataset has fewer elements than there are ranks.
+        TypeError: It has no length or no items.
     """
 
     def __init__(
@@ -84,7 +102,7 @@ class ShardedLoader:
         self._shuffle, self._drop_last, self._options = shuffle, drop_last, options
         self.epoch = self.batches_done = 0
         self._first = 0  # first element of this epoch's shares; not 0 if a world with other batches has read a part
-        if (n := len(cast(Sized, dataset))) < world_size:
+        if (n := size_of(dataset)) < world_size:
             raise ValueError(f"the dataset has {n} elements for {world_size} ranks; each needs at least one")
 
     def __len__(self) -> int:

@@ -24,7 +24,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
 
 from ..comm import Transport
@@ -236,10 +236,13 @@ class Engine:
             PeerError: A rank is lost.
             ReplicaError: The optimizer found replicas that differ.
             SkippedStepsError: The optimizer skipped too many steps in a row.
+            TypeError: The schedule is ReduceLROnPlateau, and there is no lr_kwargs for it.
         """
         self._refuse_in_pipeline("step()")
-        self.guard.before_step()
         is_boundary = self.is_gradient_accumulation_boundary()
+        if is_boundary:
+            self._check_schedule(lr_kwargs)
+        self.guard.before_step()
         if not self.has_gradients and self.sharding.divides_parameters:
             with self._without_traffic(), self._naming_peers():
                 self._stand_in()
@@ -252,6 +255,13 @@ class Engine:
         else:
             self.sharding.reduce(is_last=False)
             self.guard.after_micro_batch()
+
+    def _check_schedule(self, lr_kwargs: Mapping[str, object] | None) -> None:
+        if isinstance(self.scheduler, ReduceLROnPlateau) and not lr_kwargs:
+            raise TypeError(
+                "ReduceLROnPlateau steps by a number that is the same on all ranks: engine.step(lr_kwargs={'metrics': "
+                "mean_loss}); or leave it out of initialize(), and call its step() after a validation"
+            )
 
     def _update(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         self.guard.before_update()
@@ -309,6 +319,7 @@ class Engine:
             ValueError: There is no data, or too few micro-batches.
             PeerError: A rank is lost. Other errors as `step`.
         """
+        self._check_schedule(None)
         batches = self._take_batches(data_iter)
         self.train()
         for feature in self.active_features:

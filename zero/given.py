@@ -42,7 +42,7 @@ def check_optimizer(made: object) -> torch.optim.Optimizer:
         made: The caller's.
 
     Raises:
-        TypeError: It is no optimizer, or sends gradients or differences itself.
+        TypeError: It is no optimizer, sends gradients or differences itself, or evaluates a closure.
     """
     if isinstance(made, CompressedOptimizer | ShardedOnebitOptimizer):
         raise TypeError(
@@ -58,6 +58,11 @@ def check_optimizer(made: object) -> torch.optim.Optimizer:
         )
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, or a function that makes one, got {type(made).__name__}")
+    if isinstance(made, torch.optim.LBFGS):
+        raise TypeError(
+            "LBFGS evaluates a closure several times in a step, and the gradients of the engine's step are there once: "
+            "take another optimizer, or LBFGS without the engine"
+        )
     return made
 
 

@@ -27,7 +27,7 @@ from .checkpoint.materialize import is_meta, materialize, to_device
 from .checkpoint.weights import check_can_export
 from .config.schema import is_set
 from .config.whole import Config, Fills, read_config
-from .data import Loader, ShardedLoader
+from .data import Loader, ShardedLoader, size_of
 from .engine import Engine
 from .feature import Asked
 from .features import features_of
@@ -100,6 +100,8 @@ def initialize(
         for warning in pipeline.without_effect(read.pipeline, model):
             log.warning("%s", warning)
     _check_values(model, weights, rank)
+    if training_data is not None:
+        size_of(training_data)
     monitors = open_monitors(read, rank)
     if read.zero_optimization.stage3_gather_16bit_weights_on_model_save:
         check_can_export()

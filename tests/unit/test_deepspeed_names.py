@@ -219,6 +219,8 @@ def test_optimizers_that_cannot_be_taken_over() -> None:
     for wrong in (3, "AdamW"):
         with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, or a function that makes one"):
             optimizer_for(wrong, net)
+    with pytest.raises(TypeError, match="LBFGS evaluates a closure several times in a step"):
+        optimizer_for(torch.optim.LBFGS(net.parameters()), net)
     lamb = Lamb(net.parameters())
     check_fits(lamb, GridShape((1, 4, 1, 1)))
     with pytest.raises(ValueError, match="needs the norms of whole layers, of which 2 ranks hold a part each"):
@@ -240,6 +242,28 @@ def test_a_schedule_is_that_of_the_engines_optimizer() -> None:
             scheduler_for(wrong, here)
 
 
+def test_a_schedule_by_a_loss_gets_it_from_the_step() -> None:
+    """Without it nothing is written: the same gradients can be stepped with it."""
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    given = {"optimizer": optimizer, "lr_scheduler": plateau}
+    engine, *_ = deepspeed.initialize(model=net, config={"train_batch_size": 1}, **given)
+    before = net.weight.clone()
+    for loss, rate in ((1.0, 0.1), (2.0, 0.01)):
+        engine.backward(engine(torch.ones(1, 1)).square().sum())
+        with pytest.raises(TypeError, match=r"engine\.step\(lr_kwargs=\{'metrics': mean_loss\}\)"):
+            engine.step()
+        assert torch.equal(net.weight, before)
+        engine.step(lr_kwargs={"metrics": loss})
+        assert not torch.equal(net.weight, before) and engine.get_lr() == pytest.approx([rate])
+        before = net.weight.clone()
+    assert engine.global_steps == engine.micro_steps == 2
+    with pytest.raises(TypeError, match="leave it out of initialize"):
+        engine.train_batch(iter([(torch.ones(1, 1), torch.ones(1, 1))]))
+    engine.close()
+
+
 def test_what_initialize_refuses_before_any_rank_is_asked() -> None:
     config = {"train_batch_size": 1, "optimizer": {"type": "OneBitAdam"}}
     net = nn.Linear(1, 1)
@@ -254,6 +278,7 @@ def test_what_initialize_refuses_before_any_rank_is_asked() -> None:
             r"model_parameters=model.parameters\(\)",
         ),
         ({"model": net, "config": config, "mpu": object()}, TypeError, "mpu is a object without"),
+        ({"model": net, "config": config, "training_data": iter("x")}, TypeError, "expected a map-style dataset"),
         (
             {"model": net, "config": config, "dist_init_required": False},
             RuntimeError,

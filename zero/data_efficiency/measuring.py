@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -27,6 +27,7 @@ import torch
 from numpy.lib.format import open_memmap
 from torch.utils.data import DataLoader, Dataset
 
+from ..data import size_of
 from ..offload.files import reserve
 from .metrics import Array, Field, Metric, counts_of
 
@@ -70,7 +71,7 @@ def measure(
     """
     if not metrics:
         raise ValueError("expected at least one metric, as {'length': Length()}")
-    place, n = Path(folder), _size(dataset)
+    place, n = Path(folder), size_of(dataset)
     place.mkdir(parents=True, exist_ok=True)
     paths = {name: place / f"{name}.npy" for name in metrics}
     stamp = _begin(place, dataset, metrics, n)
@@ -122,7 +123,7 @@ def count_vocabulary(
         ValueError: A token is outside the vocabulary.
         TypeError: A sample has no row of integers, or the dataset no length or items.
     """
-    counts, done, n = np.zeros(size, np.int64), 0, _size(dataset)
+    counts, done, n = np.zeros(size, np.int64), 0, size_of(dataset)
     with Progress("vocabulary", n, 0, is_shown=shows_progress) as progress:
         for part, count in _parts(dataset, range(n), partial(_count, size, field), workers):
             counts += part
@@ -146,7 +147,7 @@ def read_metric(path: str | os.PathLike[str], dataset: Dataset[object]) -> Array
     Raises:
         ValueError: The file belongs to another dataset, is unfinished, or is no .npy file of one number per sample.
     """
-    file, n = Path(path), _size(dataset)
+    file, n = Path(path), size_of(dataset)
     if file.suffix != ".npy":
         raise ValueError(
             f"{file}: expected a .npy file with a number for each sample; measure the dataset with "
@@ -172,7 +173,7 @@ def read_metric(path: str | os.PathLike[str], dataset: Dataset[object]) -> Array
 
 def fingerprint(dataset: Dataset[object]) -> str:
     """A dataset's fingerprint: 16 hexadecimal digits of a hash over its length and up to 32 samples spread over it."""
-    n = _size(dataset)
+    n = size_of(dataset)
     digest = sha256(str(n).encode())
     for index in sorted({round(k * (n - 1) / max(1, _PROBES - 1)) for k in range(_PROBES)}) if n else ():
         _digest(dataset[index], digest.update)
@@ -192,12 +193,6 @@ def _digest(value: object, update: Callable[[bytes], object]) -> None:
             _digest(item, update)
     elif isinstance(value, bool | int | float | str | bytes | None):
         update(repr(value).encode())
-
-
-def _size(dataset: Dataset[object]) -> int:
-    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-        raise TypeError(f"expected a map-style dataset, with a length and items, got {type(dataset).__name__}")
-    return len(dataset)
 
 
 def _begin(place: Path, dataset: Dataset[object], metrics: Mapping[str, Metric], n: int) -> dict[str, object]:
