@@ -109,8 +109,9 @@ def optimizer_for(given: object, model: nn.Module) -> tuple[MakeOptimizer, Group
     optimizer = check_optimizer(given)
     if optimizer.state:
         raise ValueError(
-            f"the {type(optimizer).__name__} in optimizer= has a state, of parameters that sharding replaces; pass it "
-            "before its first step, and load a state with engine.load_checkpoint"
+            f"the {type(optimizer).__name__} in optimizer= has a state, of parameters that sharding replaces: pass it "
+            "before its first step, and load a state with engine.load_checkpoint; if it has one from the start, pass a "
+            f"function, optimizer=lambda params: {type(optimizer).__name__}(params, ...)"
         )
     try:
         find = remembered(model, cast(ParamsT, optimizer.param_groups))

@@ -219,12 +219,24 @@ def test_optimizers_that_cannot_be_taken_over() -> None:
     for wrong in (3, "AdamW"):
         with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, or a function that makes one"):
             optimizer_for(wrong, net)
+    with pytest.raises(ValueError, match=r"has a state.* optimizer=lambda params: Adagrad\(params, \.\.\.\)"):
+        optimizer_for(torch.optim.Adagrad(net.parameters()), net)
     with pytest.raises(TypeError, match="LBFGS evaluates a closure several times in a step"):
         optimizer_for(torch.optim.LBFGS(net.parameters()), net)
     lamb = Lamb(net.parameters())
     check_fits(lamb, GridShape((1, 4, 1, 1)))
     with pytest.raises(ValueError, match="needs the norms of whole layers, of which 2 ranks hold a part each"):
         check_fits(lamb, GridShape((1, 2, 2, 1)))
+
+
+def test_an_optimizer_that_torch_cannot_step_on_shards_is_named() -> None:
+    net = nn.Linear(4, 4)
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}}
+    engine, *_ = deepspeed.initialize(model=net, config=config, optimizer=torch.optim.Adafactor(net.parameters()))
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    with pytest.raises(RuntimeError, match=r"Adafactor\.step\(\) does .* stage 0 in float32"):
+        engine.step()
+    engine.close()
 
 
 def test_a_schedule_is_that_of_the_engines_optimizer() -> None:

@@ -144,7 +144,8 @@ class Dense(InNode):
         )
         bad = []
         if is_finite:
-            self.optimizer.step()
+            with dense.naming_shards(self.optimizer):
+                self.optimizer.step()
         else:
             # Gradients were averaged before, so bad ones are bad on all ranks.
             bad = dense.bad_in(self.sharding.held)

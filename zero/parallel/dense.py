@@ -5,6 +5,8 @@ Its gradients are averaged before, inside the node by FSDP2 and between nodes by
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -80,6 +82,20 @@ def said_in_step(optimizer: torch.optim.Optimizer, transport: Transport, step: i
     messages = gather_bytes(transport, mine + header.summary().to_bytes())
     check_summaries(transport, header, [Summary.from_bytes(message[len(mine) :]) for message in messages])
     return [message[: len(mine)] for message in messages]
+
+
+@contextmanager
+def naming_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Say what to do if a step fails because torch has no such operation on DTensors."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DTensor" not in str(error) and "placement" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() does what torch cannot do with shards: take another optimizer, or "
+            f"stage 0 in float32, which has whole parameters ({error})"
+        ) from error
 
 
 def bad_in(model: nn.Module) -> list[str]:
