@@ -121,7 +121,7 @@ class Engine:
         self._monitors, self._loss = monitors, torch.zeros((), dtype=torch.float32, device="cpu")
         self._clock = WallClock() if self.config.wall_clock_breakdown else None
         self._checkpoints: dict[Path, Checkpoints] = {}
-        self._has_warned_of_no_graph = False
+        self._has_warned_of_no_graph = self._has_warned_of_monitor = False
         self._low_dtype = None if self.config.dtype == torch.float32 else self.config.dtype
         if self._low_dtype is not None:
             widen_batch_norms(self.module)
@@ -483,7 +483,12 @@ class Engine:
         if self.config.fp16.enabled:
             values["loss_scale"] = self.fp16_scale.value
         for write in self._monitors:
-            write(values, self.global_samples)
+            try:
+                write(values, self.global_samples)
+            except OSError as error:  # a full disk under a log must not end a step in its middle
+                if not self._has_warned_of_monitor:
+                    self._has_warned_of_monitor = True
+                    log.warning("step %d: a monitor cannot write its scalars: %s", self.global_steps, error)
         self._loss = torch.zeros((), dtype=torch.float32, device="cpu")
 
     @property

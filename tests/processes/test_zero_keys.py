@@ -6,6 +6,7 @@ import logging
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -264,6 +265,22 @@ def test_csv_files_are_appended_to_by_rank_0_alone(tmp_path: Path) -> None:
         (write,) = open_monitors(asked, rank=0)
         write({"lr": 0.5 / samples}, samples)
     assert (tmp_path / "job" / "Train_Samples_lr.csv").read_text().split() == ["step,lr", "8,0.0625", "16,0.03125"]
+
+
+def test_a_training_goes_on_if_a_monitor_cannot_write(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As on a full disk: the step is whole, the schedule included."""
+    asked = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}
+    asked |= {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    (tmp_path / "job" / "Train_Samples_lr.csv").mkdir(parents=True)
+    halved = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    engine, *_ = onebit.zero.initialize(model=torch.nn.Linear(1, 1), config=asked, lr_scheduler=halved)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, 1)).sum())
+        engine.step()
+    assert engine.global_steps == 3 and engine.get_lr() == [0.125]
+    engine.close()
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "step 1" in warning and "Is a directory" in warning and "Train_Samples_lr.csv" in warning
 
 
 class Hosted:

@@ -87,6 +87,15 @@ def test_the_modules_of_a_level(grid: grids.Grid, tmp_path: Path, keys: dict, sh
     assert [line.strip().partition(":")[0] for line in lines if line.startswith("  ")] == shown
 
 
+def test_a_profile_that_cannot_be_written_is_logged(
+    grid: grids.Grid, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "taken").touch()
+    train(grid, enabled=True, output_file=str(tmp_path / "taken" / "profile.txt"))
+    (text,) = profiles(caplog)
+    assert "profile.txt cannot be written: " in text and f"forward {BLOCKS + HEAD:.4g} flops, " in text
+
+
 def test_the_training_is_the_same_to_the_bit(grid: grids.Grid) -> None:
     plain, counted = train(grid), train(grid, enabled=True)
     pairs = zip(plain.parameters(), counted.parameters(), strict=True)

@@ -66,10 +66,13 @@ class FlopsProfiler(Feature):
         text = report(module, counter, seconds, self._settings)
         if self._settings.output_file is None:
             log.info("%s", text)
-        else:
-            path = Path(self._settings.output_file)
+            return
+        path = Path(self._settings.output_file)
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n")
+        except OSError as error:
+            log.warning("%s cannot be written: %s\n%s", path, error.strerror, text)
 
 
 def report(module: nn.Module, counter: FlopCounterMode, seconds: float, settings: Settings) -> str:
