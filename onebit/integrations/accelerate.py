@@ -320,15 +320,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 sync_buffers(model, self._prepared()[0].optimizer.transport)
 
     def check_synchronised(self) -> None:
-        """Raise RuntimeError if replicas differ between two synchronisations: one of them alone is not the model."""
+        """Raise RuntimeError if replicas differ between synchronisations, or look ahead of a step under way."""
         if any(not prepared.optimizer.rule.is_synchronised() for prepared in self._prepared()):
             raise RuntimeError(
                 f"rank {self.process_index}: the replicas differ between two synchronisations of 0/1 Adam; call "
                 "accelerator.sync_replicas() on all ranks before you save or evaluate the model"
             )
+        if any(prepared.optimizer.step_under_way is not None for prepared in self._prepared()):
+            raise RuntimeError(
+                f"rank {self.process_index}: the parameters look ahead of a step under way (delay=1); call "
+                "accelerator.sync_replicas() on all ranks before you save or evaluate the model"
+            )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> State:
-        """As accelerate's. Raises RuntimeError between two synchronisations of 0/1 Adam."""
+        """As accelerate's. Raises RuntimeError between synchronisations of 0/1 Adam, or if a step is under way."""
         self.check_synchronised()
         return cast(State, super().get_state_dict(model, unwrap))
 

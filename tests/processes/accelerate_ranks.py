@@ -303,6 +303,13 @@ def unsynchronised_weights(folder: Path) -> None:
             loop.accelerator.get_state_dict(loop.model)
 
 
+def weights_that_look_ahead(folder: Path) -> None:
+    loop = Loop(accumulate=1, max_norm=0.0, delay=1)
+    loop.train()
+    assert loop.inner.step_under_way is not None
+    loop.accelerator.save_model(loop.model, folder / "ahead")
+
+
 def missing_file(folder: Path) -> None:
     loop = Loop()
     loop.accelerator.save_state(str(folder / "missing"))
@@ -389,7 +396,8 @@ WRONG: dict[str, Callable[[Path], None]] = {
     one.__name__: one
     for one in (
         stock_accelerator, wrapped_model, stock_optimizer, moved_model, other_model, sharded, part_of_a_norm,
-        two_norms, clipped_values, other_norm, uneven_inputs, unsynchronised_weights, missing_file,
+        two_norms, clipped_values, other_norm, uneven_inputs, unsynchronised_weights,
+        weights_that_look_ahead, missing_file,
         main_process_only, other_save,
     )
 }  # fmt: skip

@@ -112,6 +112,7 @@ REFUSED = {
     "other_norm": ("ValueError: rank {rank}: norm_type=1", "2-norm"),
     "uneven_inputs": ("ValueError: rank {rank}: join_uneven_inputs is for", "optimizer.optimizer.join()"),
     "unsynchronised_weights": ("RuntimeError: rank {rank}: the replicas differ", "sync_replicas()"),
+    "weights_that_look_ahead": ("RuntimeError: rank {rank}: the parameters look ahead", "sync_replicas()"),
     "missing_file": ("CheckpointError: rank 1: ", "optimizer_rank_00001.bin is missing"),
     "main_process_only": ("CheckpointError: rank 1: ", "save on all ranks"),
     "other_save": ("CheckpointError: rank 1: ", "is of another save than optimizer.bin: step 0 "),
