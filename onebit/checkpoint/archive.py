@@ -8,6 +8,8 @@ zip reader looks at a file first, and every form other than that of torch.save i
 from __future__ import annotations
 
 import os
+import pickle
+import re
 import tarfile
 from pathlib import Path
 from typing import IO, Any
@@ -39,7 +41,15 @@ def load_archive(path: Path, pickle_module: Any = None) -> Any:
 def read_archive(file: IO[bytes], pickle_module: Any = None) -> Any:
     """As `load_archive`, for an open file. Raises as `check_archive`, and torch's own errors for damaged files."""
     check_archive(file)
-    return torch.load(file, map_location="cpu", weights_only=pickle_module is None, pickle_module=pickle_module)
+    try:
+        return torch.load(file, map_location="cpu", weights_only=pickle_module is None, pickle_module=pickle_module)
+    except pickle.UnpicklingError as error:  # torch's advice is to run what is in the file
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            raise CheckpointError(
+                f"it holds {found[1]}, and of Python's objects only tensors and plain values are read here, as nothing "
+                "of a file is run; save the module's state_dict() alone with torch.save"
+            ) from error
+        raise
 
 
 def check_archive(file: IO[bytes]) -> None:

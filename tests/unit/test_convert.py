@@ -421,6 +421,7 @@ def test_torchs_files_there_and_back(tmp_path: Path) -> None:
         (["empty", "b.pt"], 1, "holds no checkpoint of a known kind"),
         (["empty", "b.pt", "--tag", "x"], 1, "has no checkpoint 'x', which is no folder there"),
         (["evil.pt", "b.pt"], 1, "cannot be read"),
+        (["module.pt", "b.pt"], 1, "it holds torch.nn.modules.linear.Linear, and of Python's objects only tensors and"),
         (["a.pt", "b.pt", "--adamw"], 1, "holds no state of OnebitAdam"),
     ],
 )
@@ -429,6 +430,7 @@ def test_what_cannot_be_converted_is_said(
 ) -> None:
     torch.save(weights(), tmp_path / "a.pt")
     torch.save({"model": Evil(tmp_path / "made")}, tmp_path / "evil.pt")
+    torch.save(nn.Linear(1, 1), tmp_path / "module.pt")
     (tmp_path / "empty").mkdir()
     arguments = [word if word.startswith("--") or word == "x" else str(tmp_path / word) for word in words]
     if status == 2:
