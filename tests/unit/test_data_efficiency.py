@@ -307,6 +307,8 @@ def test_what_the_sampler_refuses() -> None:
         CurriculumMetric(BY_VALUE.pacing)
     with pytest.raises(ValueError, match='difficulty_type must be "value" or "percentile"'):
         CurriculumMetric(BY_VALUE.pacing, VALUES, "quantile")
+    with pytest.raises(ValueError, match=r"the metric of 2 samples is no finite number, first that of sample 3"):
+        CurriculumMetric(BY_VALUE.pacing, np.where(np.isin(np.arange(20), (3, 7)), np.nan, 1.0))
     with pytest.raises(ValueError, match="a batch of 6 samples cannot be split into 4 parts"):
         curriculum().draw(4)
     state = curriculum(metric=BY_VALUE)

@@ -73,7 +73,7 @@ class CurriculumMetric:
             only passed on with the batch, for example for truncation.
 
     Raises:
-        ValueError: An unknown type, or a schedule_based metric without values.
+        ValueError: An unknown type, a schedule_based metric without values, or values that are not finite.
     """
 
     pacing: Pacing
@@ -91,6 +91,11 @@ class CurriculumMetric:
         if self.clustering_type == "schedule_based" and self.values is None:
             raise ValueError(
                 "a schedule_based metric selects samples by their values: measure the dataset and pass them"
+            )
+        if self.values is not None and (bad := np.flatnonzero(~np.isfinite(self.values))).size:
+            raise ValueError(
+                f"the metric of {bad.size} samples is no finite number, first that of sample {bad[0]}, which would "
+                "never be drawn: write a number for each"
             )
 
     @property
