@@ -99,7 +99,21 @@ def write_json(path: Path | None, record: object) -> None:
     if str(path) == "-":
         sys.stdout.write(text)
         return
+    write_whole("--json", path, text)
+
+
+def write_whole(option: str, path: Path, text: str) -> None:
+    """Write an option's file, which others may read at any time. Raises UserError, and leaves an old file, if it fails.
+
+    A link, and what is no file, as a pipe, is written to in place.
+    """
+    is_in_place = path.is_symlink() or (path.exists() and not path.is_file())
+    part = path if is_in_place else path.with_name(f"{path.name}.part")
     try:
-        path.write_text(text)
+        part.write_text(text, encoding="utf-8")
+        if not is_in_place:
+            part.replace(path)
     except OSError as error:
-        raise UserError(f"--json {path} cannot be written: {error.strerror}") from error
+        if not is_in_place:
+            part.unlink(missing_ok=True)
+        raise UserError(f"{option} {path} cannot be written: {error.strerror}") from error

@@ -15,7 +15,7 @@ from ..membership import MembershipError
 from ..membership.network import TOKEN, parse_address, reach
 from ..membership.published import Epoch, Member, Onlooker, Status
 from . import UserError
-from .output import Screen, Table, write_json
+from .output import Screen, Table, write_json, write_whole
 from .run import address, read_token
 
 _ABOUT = """\
@@ -82,17 +82,7 @@ def _show(screen: Screen, args: argparse.Namespace, status: Status) -> None:
         screen.table(table)
     write_json(args.json, {"address": args.address, **asdict(status)})
     if args.html is not None:
-        _write_whole(args.html, page(args.address, status, args.watch))
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file that a browser may read at any time."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise UserError(f"--html {path} cannot be written: {error.strerror}") from error
+        write_whole("--html", args.html, page(args.address, status, args.watch))
 
 
 # ---------------------------------------------------------------- words

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from onebit import cli
-from onebit.cli import COMMANDS, bench, main
+from onebit.cli import COMMANDS, UserError, bench, main
 from onebit.cli.numbers import MODELS, amount, model_size, number, rate, seconds
-from onebit.cli.output import PLAIN, Screen, Table
+from onebit.cli.output import PLAIN, Screen, Table, write_json
 from onebit.comm import CODECS, run_ranks
 from onebit.version import VERSION
 
@@ -92,6 +94,28 @@ def test_without_rich_tables_are_plain_text(
     assert TABLE.text().splitlines()[1:] == [
         "name        s/step", "----------  ------", "OnebitAdam     0.4", "DDP           12.5",
     ]  # fmt: skip
+
+
+def test_a_file_is_old_or_new_for_those_who_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a full disk, of which nothing stays but the old file."""
+    file = tmp_path / "numbers.json"
+    write_json(file, 1)
+    write = Path.write_text
+
+    def full(path: Path, text: str, **options: Any) -> int:
+        write(path, text[:1], **options)
+        assert json.loads(file.read_text()) == 1
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(UserError, match=r"--json .*numbers\.json cannot be written: No space left on device"):
+            write_json(file, [2, 3])
+    assert json.loads(file.read_text()) == 1 and list(tmp_path.iterdir()) == [file]
+    link = tmp_path / "link.json"
+    link.symlink_to(file)
+    write_json(link, 4)
+    assert link.is_symlink() and json.loads(file.read_text()) == 4
 
 
 def test_other_ranks_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:

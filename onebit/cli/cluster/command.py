@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
+from ..output import write_whole
 from .hosts import Cluster, Run, available
 from .launchers import LAUNCHERS, ClusterError, path_with_own_python
 from .machine import MAX_HOSTS
@@ -111,7 +112,7 @@ def _run_command(options: argparse.Namespace) -> int:
         print(f"onebit emulate: ended after --timeout {options.timeout:g} s", file=sys.stderr)
     print(f"\n{options.hosts} hosts at {options.rate}, {run.seconds:.1f} s\n{_table(run)}", file=sys.stderr)
     if options.stats is not None:
-        options.stats.write_text(json.dumps(_statistics(options, run), indent=1) + "\n")
+        write_whole("--stats", options.stats, json.dumps(_statistics(options, run), indent=1) + "\n")
     return run.status
 
 
