@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...checkpoint.files import remove
 from ..checkpoint.weights import write_weights
 from ..checkpoint.whole import read_checkpoint_weights
 
@@ -84,9 +85,15 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     folder.mkdir(parents=True, exist_ok=True)
     stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
     files = _divided(whole, most)
+    places = [f"{stem}-{k + 1:05d}-of-{len(files):05d}.{ending}" for k in range(len(files))]
+    one, table = f"{stem}.{ending}", f"{stem}.{ending}.index.json"
+    if len(files) == 1:
+        places = [one]
+    else:  # no mixture with an earlier model, and no file that readers would take before the index
+        for old in (table, one, *places):
+            remove(folder / old)
     place_of: dict[str, str] = {}
-    for k, names in enumerate(files):
-        file = f"{stem}.{ending}" if len(files) == 1 else f"{stem}-{k + 1:05d}-of-{len(files):05d}.{ending}"
+    for file, names in zip(places, files, strict=True):
         place_of |= dict.fromkeys(names, file)
         part = {name: whole[name] for name in names}
         if safe_serialization:
@@ -95,7 +102,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             torch.save(part, folder / file)
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(x.nbytes for x in whole.values())}, "weight_map": place_of}
-        (folder / f"{stem}.{ending}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (folder / table).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> M:
