@@ -109,6 +109,7 @@ def initialize(
     if tensor_plan == "auto":
         tensor_ranks = (read.onebit.tensor or 1) if grid is None else grid.shape.size("tensor")
         tensor_plan = training_plan(outline, tensor_ranks) if tensor_ranks > 1 else None
+    _check_tables(outline, read, rank)
     features = features_of(Asked(read, outline, rank, lr_scheduler, tensor_plan))
     groups, make_optimizer = _groups(model_parameters, outline), None
     if optimizer is not None:
@@ -227,6 +228,19 @@ def _check_values(model: nn.Module | PipelineModule, weights: object, rank: int)
             f'rank {rank}: the model has no values (device "meta"): pass initialize(weights=...), a folder of '
             'safetensors files or of checkpoints, or "reset_parameters" for initial values'
         )
+
+
+def _check_tables(outline: nn.Module, read: Config, rank: int) -> None:
+    """Raise ValueError if forward writes rows of an embedding, and stage 3 or other replicas would not have them."""
+    is_alone = read.train_batch_size == read.train_micro_batch_size_per_gpu * read.gradient_accumulation_steps
+    if read.zero_optimization.stage < 3 and (is_alone or read.onebit.local_steps.is_on):
+        return
+    for name, module in outline.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                f"rank {rank}: {name or type(module).__name__} renormalises rows of its table in forward (max_norm): "
+                "replicas would differ, and stage 3 drop it; leave max_norm out, and normalise what forward looks up"
+            )
 
 
 def _groups(given: ParamsT | Groups | None, outline: nn.Module) -> Groups:

@@ -306,6 +306,18 @@ def test_what_initialize_refuses_before_any_rank_is_asked() -> None:
             deepspeed.initialize(**arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (2, 0), (2, 1)])
+def test_a_table_that_is_renormalised_in_forward_is_refused(
+    ranks: int, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stage 3 would drop what forward writes, and every replica would write the rows of its own batch."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    config = {"train_batch_size": ranks, "zero_optimization": {"stage": stage}}
+    with pytest.raises(ValueError, match=r"rank 0: 1 renormalises rows of its table in forward \(max_norm\)"):
+        deepspeed.initialize(model=nn.Sequential(nn.Linear(1, 1), nn.Embedding(4, 4, max_norm=1.0)), config=config)
+
+
 # ---------------------------------------------------------------- modules
 
 
