@@ -222,8 +222,9 @@ class DDPHookState:
             worker, server = (torch.zeros(layout.numel, device=device, dtype=torch.float32) for _ in range(2))
             views = zip(names, layout.views(worker), layout.views(server), strict=True)
             for name, worker_view, server_view in views:
-                worker_view.copy_(self._owed[name][0])
-                server_view.copy_(self._owed[name][1])
+                if name in self._owed:  # else it was frozen until now
+                    worker_view.copy_(self._owed[name][0])
+                    server_view.copy_(self._owed[name][1])
             self.transport.all_reduce(server).wait()  # each rank has the part that it owned, zeros elsewhere
             ef.worker.copy_(worker)
             ef.server.copy_(server.view(W, -1)[self.rank])

@@ -79,7 +79,7 @@ def backward(
         mean = future.value()
         assert mean is bucket.flat  # in place, as DDP expects where gradients are views
         found.update(zip(members, bucket.gradients(), strict=True))
-    return torch.cat([found[k].reshape(-1).float() for k in range(len(params))]).numpy()
+    return torch.cat([found[k].reshape(-1).float() for k in sorted(found)]).numpy()
 
 
 def new(transport: SimTransport, **options: object) -> tuple[Net, onebit.DDPHookState]:
@@ -180,6 +180,24 @@ def test_rebuilt_buckets_keep_what_is_owed() -> None:
     rebuilt = run_ranks(3, lambda transport: ours(transport, lambda step: plans[step // 3]))
     fixed = run_ranks(3, lambda transport: ours(transport, lambda step: plans[0]))
     np.testing.assert_array_equal(rebuilt, fixed)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_parameter_that_is_unfrozen_later_begins_without_a_residual(is_loaded: bool) -> None:
+    def work(transport: SimTransport) -> tuple[np.ndarray, np.ndarray]:
+        model, state = new(transport, start_step=0)
+        for step in range(3):
+            backward(model, state, gradient(step, transport.rank), plan=((3, 2), (1,)))
+        if is_loaded:
+            saved = state.state_dict()
+            model, state = new(transport, start_step=0)
+            state.load_state_dict(saved)
+        flat = gradient(3, transport.rank)
+        plan = ((0,), (3, 2), (1,))
+        return backward(model, state, flat, plan)[:600], backward(*new(transport, start_step=0), flat, plan)[:600]
+
+    for found, fresh in run_ranks(2, work):
+        np.testing.assert_array_equal(found, fresh)
 
 
 @pytest.mark.timeout(60)
