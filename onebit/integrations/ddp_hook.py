@@ -127,6 +127,7 @@ class DDPHookState:
         self._traffic = Traffic(self.transport)
         self._buckets: dict[int, _Bucket] = {}
         self._owed: dict[str, Errors] = {}  # residuals of a layout that DDP has replaced, or of a loaded state
+        self._loaded: list[State] = []  # the latter's buckets, for a save before the next step
         self._under_way: list[_UnderWay] = []
 
     # ---------------------------------------------------------------- a step
@@ -202,11 +203,11 @@ class DDPHookState:
         params, known = bucket.parameters(), self._buckets.get(bucket.index())
         if known is not None and [*map(id, known.params)] == [*map(id, params)]:
             return known
-        if known is not None:
-            self._owed = {name: errors for each in self._buckets.values() for name, errors in each.errors(self.rank)}
-            self._buckets.clear()
-        made = self._new_bucket(params)
-        self._buckets[bucket.index()] = made
+        if known is not None:  # those before it are under way in this step, and stay
+            for index in [index for index in self._buckets if index >= bucket.index()]:
+                self._owed.update(self._buckets.pop(index).errors(self.rank))
+        made = self._buckets[bucket.index()] = self._new_bucket(params)
+        self._loaded = []
         return made
 
     def _new_bucket(self, params: list[Tensor]) -> _Bucket:
@@ -236,15 +237,11 @@ class DDPHookState:
 
     def state_dict(self) -> State:
         """This rank's state. Each rank saves and loads its own, between two steps."""
-        buckets = [(b.names, b.ef.worker, b.ef.server) for b in self._buckets.values()]
-        return {
-            **self._identity(),
-            "step": self.step,
-            "buckets": [
-                {"names": names, "worker_error": worker.clone(), "server_error": server.clone()}
-                for names, worker, server in buckets
-            ],
-        }
+        buckets = [
+            {"names": b.names, "worker_error": b.ef.worker.clone(), "server_error": b.ef.server.clone()}
+            for b in self._buckets.values()
+        ]
+        return {**self._identity(), "step": self.step, "buckets": buckets or self._loaded}
 
     def load_state_dict(self, state: State) -> None:
         """Continue where `state` was taken. All ranks, before a step.
@@ -294,7 +291,7 @@ class DDPHookState:
                 state.get("world_size"),
             )
         self._give_up()
-        self.step, self._owed = state["step"], owed
+        self.step, self._owed, self._loaded = state["step"], owed, state["buckets"] if is_own else []
         self._buckets.clear()
 
     def _identity(self) -> State:
