@@ -204,7 +204,10 @@ def _ranks(env: Mapping[str, str], names: tuple[str, str, str, str]) -> tuple[in
 
 
 def _master(env: Mapping[str, str]) -> tuple[str | None, int | None]:
-    return env.get("MASTER_ADDR"), _integer(env, "MASTER_PORT") if "MASTER_PORT" in env else None
+    port = _integer(env, "MASTER_PORT") if "MASTER_PORT" in env else None
+    if port is not None and not 0 <= port < 65536:
+        raise ValueError(f"MASTER_PORT={port} is no port: set it to one below 65536, the same on all ranks")
+    return env.get("MASTER_ADDR"), port
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:

@@ -108,6 +108,7 @@ def test_environment_says_the_launch(env: dict[str, str], expected: Launch) -> N
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 is not a rank of WORLD_SIZE=0"),
         (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK=4, LOCAL_WORLD_SIZE=4"),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http' is not an integer"),
+        (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is no port"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not"),
         ({"PMI_RANK": "0"}, "PMI_SIZE is not"),
         (
