@@ -33,6 +33,7 @@ from onebit.zero.data_efficiency import (
     reshape,
     truncate,
 )
+from onebit.zero.data_efficiency.efficiency import Efficiency
 from onebit.zero.data_efficiency.sampler import Sampler
 
 
@@ -350,6 +351,16 @@ def test_micro_batches_in_order_are_the_table_and_scale_the_rate() -> None:
     assert TokenSampler(LENGTHS, 8, 12, scaling="none").draw().lr_scale == 1.0
     few = TokenSampler(LENGTHS, 8, 4, order="order", min_samples=2)
     assert min(len(few.draw().parts[0]) for _ in range(few.batches_per_pass)) >= 2
+
+
+def test_the_rate_of_a_step_that_was_given_up_is_not_that_of_the_next() -> None:
+    """As if a script calls engine.zero_grad() in place of engine.step(), and goes on with its next batch."""
+    optimizer, efficiency = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), Efficiency()
+    for scale in (0.5, 2.0, 1.0):
+        efficiency.begin_rates(optimizer, scale)
+        assert optimizer.param_groups[0]["lr"] == scale
+    efficiency.end_rates(optimizer)
+    assert optimizer.param_groups[0]["lr"] == 1.0
 
 
 @pytest.mark.parametrize("done", [0, 1, 7, 8, 15])

@@ -106,7 +106,8 @@ class Efficiency:
 
     def begin_rates(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
         """Scale all learning rates for this step. Must precede the sending of any gradient."""
-        if scale == 1.0 or self._rates is not None:
+        self.end_rates(optimizer)  # of a step that was given up
+        if scale == 1.0:
             return
         self._rates = [_copied(group["lr"]) for group in optimizer.param_groups]
         _set_rates(optimizer, [lr * scale for lr in self._rates])
