@@ -935,6 +935,16 @@ def refused(engine: InferenceEngine, said: str, *args: object, **options: object
         engine.generate(*args, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
+def test_an_answer_holds_all_tokens_whatever_the_type_of_the_prompt(dtype: torch.dtype) -> None:
+    """As transformers' own, whose prompts are joined to tokens in int64."""
+    engine, tokens = init_inference(gpt()), torch.arange(5, 105, 20)[None]
+    how = {"max_new_tokens": 16, "do_sample": True, "seed": 1}
+    expected = engine.generate(tokens, **how)
+    found = engine.generate(tokens.to(dtype), **how)
+    assert int(expected.max()) > 127 and found.dtype == torch.int64 and torch.equal(found, expected)
+
+
 def test_requests_that_cannot_be_answered() -> None:
     engine = init_inference(gpt(), max_out_tokens=32)
     refused(engine, r"a prompt of 30 tokens and 3 new ones do not fit into the cache of 32: .* up to the 64",
@@ -947,6 +957,7 @@ def test_requests_that_cannot_be_answered() -> None:
     refused(engine, "temperature that is too small", prompts(3), max_new_tokens=3, do_sample=True, temperature=1e-310)
     refused(engine, "num_beams", prompts(3), max_new_tokens=3, num_beams=2)
     refused(engine, "a tensor .B, T. of tokens", [0.5], max_new_tokens=3)
+    refused(engine, "a tensor .B, T. of tokens", torch.ones(1, 3, dtype=torch.bool), max_new_tokens=3)
     refused(engine, "padded on the right", torch.ones(1, 3, dtype=torch.int64), max_new_tokens=3,
             attention_mask=torch.tensor([[1, 1, 0]]))  # fmt: skip
     with pytest.raises(ValueError, match="raise max_out_tokens"):

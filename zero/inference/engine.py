@@ -153,7 +153,7 @@ class InferenceEngine:
         pad = (ends or [0])[0] if pad is None else pad
         padded = [new + [pad] * (len(steps) - len(new)) for new in answers]
         before = prompts if source is None else torch.stack(rows).to(prompts.device)
-        return torch.cat([before, torch.tensor(padded, dtype=before.dtype, device=before.device)], 1)
+        return torch.cat([before, torch.tensor(padded, dtype=torch.int64, device=before.device)], 1)
 
     def stream(
         self,

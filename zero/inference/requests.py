@@ -70,7 +70,7 @@ def rows_of(prompts: Prompts, mask: Tensor | None) -> list[Tensor]:
         TypeError: A prompt is no sequence of integers.
     """
     rows = [torch.as_tensor(row, device="cpu") for row in prompts]
-    if any(row.dim() != 1 or (row.is_floating_point() and len(row)) for row in rows):
+    if any(row.dim() != 1 or (len(row) and (row.is_floating_point() or row.dtype == torch.bool)) for row in rows):
         raise TypeError("expected prompts as a tensor [B, T] of tokens, or a list with a sequence of tokens a prompt")
     if mask is not None:
         rows = [row[keep.bool().cpu()] for row, keep in zip(rows, mask, strict=True)]
