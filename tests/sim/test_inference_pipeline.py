@@ -352,10 +352,10 @@ def test_layers_that_take_more_than_each_others_outputs_are_refused_by_name() ->
     base, layer = model.get_submodule("model"), model.get_submodule("model.layers.2")
 
     def with_tokens(_: nn.Module, args: Any, named: dict[str, Any]) -> Any:
-        return args, named | {"position_ids": named["position_ids"] + kept["tokens"]}
+        return args, named | {"position_ids": named["position_ids"] + kept.tokens}
 
-    kept: dict[str, Tensor] = {}
-    base.register_forward_pre_hook(lambda _, __, named: kept.update(tokens=named["input_ids"]), with_kwargs=True)
+    kept = threading.local()  # ranks are threads
+    base.register_forward_pre_hook(lambda _, __, named: setattr(kept, "tokens", named["input_ids"]), with_kwargs=True)
     layer.register_forward_pre_hook(with_tokens, with_kwargs=True)
     with pytest.raises(ValueError, match=r"layers\.2 of LlamaForCausalLM takes more of the tokens"):
         run_ranks(2, lambda transport: staged(model, transport))
