@@ -296,7 +296,7 @@ def _as_own(optimizer: Saved, state: State) -> State:
     if not is_of_other_rank(record, own):
         return state
     if record["world_size"] != own["world_size"]:
-        state = _landed(state, optimizer.codec)
+        state = _landed(state, optimizer.codec, keeps_residuals=False)
     elif any(saved["lands_at"] is not None for saved in record["timetable"]) and own["local_size"] != 1:
         raise ValueError(
             f"rank {own['rank']}: this state belongs to rank {record['rank']}, and was saved within a round on two "
@@ -325,10 +325,10 @@ def _own_chunk(bucket: LocalBucket, server_error: Tensor | None) -> Tensor:
     return rows[bucket.hierarchy.owner]
 
 
-def _landed(state: State, codec: Codec) -> State:
+def _landed(state: State, codec: Codec, *, keeps_residuals: bool = True) -> State:
     """The state as if the exchange under way had not been sent: its values go back to the residual.
 
-    Parameters keep the steps after it was sent.
+    Parameters keep the steps after it was sent; if residuals are about to be dropped, those before as well.
     """
     record = state.get("onebit")
     if record is None or all(saved["lands_at"] is None for saved in record.get("timetable", ())):
@@ -352,7 +352,7 @@ def _landed(state: State, codec: Codec) -> State:
             for number, w_sent, q, keep in views:
                 entry, k = entries[number], place[number]
                 entry["anchor"] = entry["anchor"] * keep
-                if not share["sends_weights"]:  # weights that were sent in full leave no residual
+                if keeps_residuals and not share["sends_weights"]:  # weights sent in full leave no residual
                     entry["worker_error"] = entry["worker_error"] + q.to(entry["worker_error"].dtype)
                     parameters[k] = entry["anchor"] + (parameters[k] - w_sent)
     record |= {"timetable": timetable, "parameters": parameters}
