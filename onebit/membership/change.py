@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -298,8 +299,13 @@ def _enter_next(
             members.enter_next(why, lets_in=lets_in)
             copied = members.copy is not None
             standing = _exchange(members, Standing(steps, progress, members.has_state, is_new, data, seconds, copied))
-            theirs = _bring_together(optimizer, members, standing, own)
             assert members.roster is not None
+            if not any(its.has_state for its in standing) and members.rendezvous.has_begun(members.roster):
+                raise MembershipError(
+                    f"{members.rendezvous.name}: no member of epoch {members.roster.epoch} has the run's state: those "
+                    "that had it are lost; start anew from a checkpoint"
+                )
+            theirs = members.together(partial(_bring_together, optimizer, members, standing, own))
             # A copy of the state may take longer than a transport's timeout: wait in the rendezvous instead.
             members.rendezvous.confirm(members.roster, "ready")
             break
@@ -328,17 +334,11 @@ def _exchange(members: Members, mine: Standing) -> list[Standing]:
 
 def _bring_together(optimizer: Changing, members: Members, standing: Sequence[Standing], own: State) -> State | None:
     """The state that this member lacks, from the member that sends it; None if it lacks nothing."""
-    assert members.roster is not None
     with_state = [rank for rank, its in enumerate(standing) if its.has_state]
     params = [local(p) for group in optimizer.param_groups for p in group["params"]]
     if len(with_state) < members.world_size:
         _refuse_strangers(optimizer, members, with_state)
     if not with_state:
-        if members.rendezvous.has_begun(members.roster):
-            raise MembershipError(
-                f"{members.rendezvous.name}: no member of epoch {members.roster.epoch} has the run's state: those that "
-                "had it are lost; start anew from a checkpoint"
-            )
         if not any(its.steps for its in standing):
             make_equal(members, [p for p in params if p.numel() > 0])
             return _share(members) if members.travels else None

@@ -597,10 +597,14 @@ def copy_state(optimizer: Repeatable, members: Members, lines: Sequence[str]) ->
         if (pair := members.rendezvous.ask()) is None:
             break
         copy = Copy(optimizer, members, pair, lines)
-        while not all(members.told(copy.is_ready.wait(TICK_S))):
-            pass
-        if refusal := next(filter(None, members.told(copy.refusal)), ""):
-            raise ValueError(refusal)
-        if not all(members.told(copy.error is not None)):
-            break
+        try:
+            while not all(members.told(copy.is_ready.wait(TICK_S))):
+                pass
+            if refusal := next(filter(None, members.told(copy.refusal)), ""):
+                raise ValueError(refusal)
+            if not all(members.told(copy.error is not None)):
+                break
+        except BaseException:
+            copy.stop()
+            raise
     return copy

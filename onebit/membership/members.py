@@ -19,7 +19,7 @@ from torch import Tensor
 from ..comm import PeerError, SimTransport, Transport
 from ..comm.transports.base import Channel, Work
 from ..model_parallel import ModelParallelGroup
-from .node import InNode, Node, NodeRendezvous
+from .node import Found, InNode, Node, NodeRendezvous
 from .rendezvous import Rendezvous, Roster
 from .residuals import Loss, Residual, Residuals, RunningResidualNorm
 
@@ -206,6 +206,10 @@ class Members(Transport):
             assert self.giver is not None
             self.giver.begin_together(self.node)
         return is_due
+
+    def together(self, work: Callable[[], Found]) -> Found:
+        """Do this on all ranks of this member, which wait for the slowest as long as it takes. See `Node.together`."""
+        return work() if self.node is None else self.node.together(work)
 
     def told(self, value: Any) -> list[Any]:
         """What each rank of this member gives, a value of JSON. All of them."""

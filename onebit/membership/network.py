@@ -36,7 +36,7 @@ LISTENER_S = 5.0
 
 POLL_S = 0.2
 
-CONNECT_S = 10.0
+CONNECT_S, PAIR_S = 10.0, 30.0
 """Seconds in which the members of an epoch must connect to each other, once all of them have confirmed it."""
 
 
@@ -186,7 +186,7 @@ def _group(
     try:
         if roster.epoch < 0:  # a pair: ranks of a node connect apart, while the node may be in a step
             prefixed.set(f"here/{rank}", "yes")
-            prefixed.wait([f"here/{each}" for each in range(len(roster.names))], timedelta(seconds=CONNECT_S))
+            prefixed.wait([f"here/{each}" for each in range(len(roster.names))], timedelta(seconds=PAIR_S))
         group = call_within(CONNECT_S + STORE_S, make, None)
     except (RuntimeError, TimeoutError) as error:
         raise PeerError(f"{rendezvous.name}: epoch {roster.epoch} does not connect: {reason(error)}") from error

@@ -14,9 +14,11 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,10 +26,13 @@ from torch import Tensor
 from ..comm import PeerError, Transport
 from ..comm.messages import gather_bytes, gather_texts
 from ..comm.transports.base import Work
+from ..comm.transports.notes import outside_calls
 from .published import Watched
 from .rendezvous import Gives, MembershipError, Patience, Rendezvous, Roster
 
 _LOST, _HERE, _DUE, _ASKED, _WAITS = 0, 1, 2, 4, 8  # the middle three may be one word
+
+Found = TypeVar("Found")
 
 TELL_S = 1.0
 """While the first rank waits at the rendezvous, it tells the others so at this interval."""
@@ -69,9 +74,10 @@ class Node:
             value: This rank's, a value of JSON.
 
         Raises:
-            PeerError: A rank of the node is lost.
+            MembershipError: A rank of the node is lost.
         """
-        return [json.loads(text) for text in gather_texts(self.transport, json.dumps(value))]
+        with self._as_a_whole():
+            return [json.loads(text) for text in gather_texts(self.transport, json.dumps(value))]
 
     def leave(self, missed: Collection[str] = ()) -> list[str]:
         """Leave the epoch with all ranks of the node: those that do not know yet learn it in their next operation.
@@ -116,14 +122,47 @@ class Node:
             raise MembershipError(found["why"])
         return found["is"]
 
+    def together(self, work: Callable[[], Found]) -> Found:
+        """Do this on all ranks of the node, however much longer it takes on some.
+
+        Args:
+            work: Called in another thread, without gradients. It exchanges nothing within the node.
+
+        Raises:
+            PeerError: Another rank has lost the epoch; or as the work.
+            MembershipError: A rank of the node is lost.
+        """
+        with ThreadPoolExecutor(1, "onebit-node") as threads:
+            done = threads.submit(lambda: _apart(work))
+            is_over = False
+            while not is_over:
+                wait([done], TELL_S)
+                words = self._tell(_HERE if done.done() else _WAITS)
+                is_over = _WAITS not in words
+        found = done.result()
+        if _LOST in words:
+            raise PeerError(f"rank {words.index(_LOST)} of this node has lost the epoch")
+        return found
+
     def _tell(self, word: int) -> list[int]:
-        try:
+        with self._as_a_whole():
             return [row[0] for row in gather_bytes(self.transport, bytes([word]))]
+
+    @contextmanager
+    def _as_a_whole(self) -> Iterator[None]:
+        try:
+            yield
         except PeerError as error:
             raise MembershipError(
                 f"rank {self.transport.rank} of the node: another rank of it is lost, and a node comes and goes as a "
                 f"whole: end all its ranks, and start it again ({error})"
             ) from error
+
+
+@torch.no_grad()
+@outside_calls()
+def _apart(work: Callable[[], Found]) -> Found:
+    return work()
 
 
 def _answer(question: Callable[[], Any]) -> str:

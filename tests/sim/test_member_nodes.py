@@ -23,7 +23,7 @@ from onebit.comm import PeerError, SimTransport, Transport
 from onebit.comm.messages import gather_tensors, sum_in_order
 from onebit.comm.transports.simulated import SimNetwork
 from onebit.dense import average_gradients
-from onebit.membership import Members, MembershipError, Rendezvous, begin, end
+from onebit.membership import Members, MembershipError, Rendezvous, begin, change, end
 from onebit.membership.node import Node
 from onebit.model_parallel import ModelParallelGroup
 
@@ -249,6 +249,25 @@ def test_a_new_node_takes_over_all_parts(kind: Any, stages: int, ranks: int) -> 
     run.start_node("n", [INF] * ranks)
     assert check(run, ranks) == ["a", "b", "n"]
     assert run.results["a0"][1:3] == (0, 1) and run.results["n1"][1:3] == (0, 0)
+
+
+def test_a_rank_whose_state_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the ranks of a node wait for a message of each other."""
+    send, is_slow = change.send_state, [True]
+
+    def send_slowly(*given: Any) -> None:
+        slow = is_slow.pop() if is_slow else False
+        send(*given, *([lambda nbytes: time.sleep(0.3)] if slow else []))
+
+    monkeypatch.setattr(change, "copy_state", lambda *given: None)
+    monkeypatch.setattr(change, "send_state", send_slowly)
+    monkeypatch.setattr(change, "PIECE_BYTES", 300)
+    monkeypatch.setattr("onebit.membership.node.TELL_S", 0.1)
+    hub = Hub(2, timeout_s=1.0)
+    run = run_of(hub, [[INF, INF], [INF, INF]], steps=6, newcomer=True)
+    assert hub.holds.wait(30)
+    run.start_node("n", [INF, INF])
+    assert check(run) == ["a", "b", "n"] and not is_slow
 
 
 def test_optimizers_without_parts_on_all_ranks_of_a_member_are_refused() -> None:
