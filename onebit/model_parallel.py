@@ -252,12 +252,13 @@ class ModelParallelGroup:
             params: The parameters.
             names: Their names, for the message.
         """
-        pairs = zip(params, names, strict=True)
-        alike = [(local(p), name) for p, name in pairs if self.pieces(p) < self.transport.world_size]
         if self.tensor == 1:
             return ""
+        pairs = zip(params, names, strict=True)
+        alike = [(local(p), name) for p, name in pairs if self.pieces(p) < self.transport.world_size]
         first = self.transport.rank // self.tensor * self.tensor
-        tensors = [held for held, _ in alike] or [torch.zeros(1)]  # the ranks of all stages meet equally often
+        nothing = torch.zeros(1, dtype=torch.float32, device=self.transport.device)
+        tensors = [held for held, _ in alike] or [nothing]  # the ranks of all stages meet equally often
         prints = gather_tensors(self.transport, fingerprints(tensors))[first : first + self.tensor]
         for rank, row in enumerate(prints):
             if not torch.equal(row, prints[0]):

@@ -530,14 +530,18 @@ class Engine:
         return self.train(False)
 
     @every_rank
-    def synchronise(self) -> None:
+    def synchronise(self, *, lands: bool = True) -> None:
         """Give every rank the same parameters, if local steps made them differ, and free gathered ones. All ranks.
 
         Under local steps this is a round over all moves of the replicas: the parameters become the anchors. Buffers
         are made equal as well: running statistics are averaged, others take rank 0's values (`onebit.sync_buffers`).
+
+        Args:
+            lands: Whether a step under way (`onebit.delay`) lands: parameters look ahead until it does. Default True.
         """
         self.sharding.release()
-        self.form.synchronise()
+        if lands:
+            self.form.synchronise()
         buffers, averaged = list(persistent_buffers(self.module)), averaged_buffers(self.module)
         whole = [(name, buffer) for name, buffer in buffers if not hasattr(buffer, "placements")]
         sync_tensors(whole, averaged, self.grid.transports["shard"])
@@ -604,10 +608,10 @@ class Engine:
         """Write everything that a bit-identical continuation needs, and return the checkpoint's name. All ranks.
 
         It begins with `synchronise`: between the local steps of 0/1 Adam this is an exchange that a run without
-        checkpoints does not make. Under local steps nothing is exchanged: the checkpoint contains the anchors as
-        weights, and each rank's state contains its distance from them. The newest `onebit.keep_checkpoints` checkpoints
-        without a tag are kept. If the configuration asks for gathered 16-bit weights, those of the newest checkpoint
-        are in save_dir/model.safetensors.
+        checkpoints does not make. Among members that come and go a step under way stays so. Under local steps nothing
+        is exchanged: the checkpoint contains the anchors as weights, and each rank's state contains its distance from
+        them. The newest `onebit.keep_checkpoints` checkpoints without a tag are kept. If the configuration asks for
+        gathered 16-bit weights, those of the newest checkpoint are in save_dir/model.safetensors.
 
         Args:
             save_dir: Folder of the checkpoints.

@@ -285,11 +285,6 @@ class Form(ABC):
 
     # ---------------------------------------------------------------- weights
 
-    @property
-    def saves_as_is(self) -> bool:
-        """Whether ranks are not synchronised before a checkpoint: the state has what this one has for itself."""
-        return self.steps_apart
-
     def synchronise(self) -> None:
         """Give all replicas the same parameters, if steps made them differ. All ranks."""
         if hasattr(self.optimizer, "sync"):  # only optimizers with replicas that may differ have it

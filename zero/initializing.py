@@ -109,7 +109,7 @@ def initialize(
     if tensor_plan == "auto":
         tensor_ranks = (read.onebit.tensor or 1) if grid is None else grid.shape.size("tensor")
         tensor_plan = training_plan(outline, tensor_ranks) if tensor_ranks > 1 else None
-    _check_tables(outline, read, rank)
+    _check_tables(outline, read, rank, grid)
     features = features_of(Asked(read, outline, rank, lr_scheduler, tensor_plan))
     groups, make_optimizer = _groups(model_parameters, outline), None
     if optimizer is not None:
@@ -230,10 +230,12 @@ def _check_values(model: nn.Module | PipelineModule, weights: object, rank: int)
         )
 
 
-def _check_tables(outline: nn.Module, read: Config, rank: int) -> None:
-    """Raise ValueError if forward writes rows of an embedding, and stage 3 or other replicas would not have them."""
+def _check_tables(outline: nn.Module, read: Config, rank: int, grid: Grid | None) -> None:
+    """Raise ValueError if forward writes rows of an embedding, and stage 3 or other ranks would not have them."""
+    stage, has_rounds = read.zero_optimization.stage, read.onebit.local_steps.is_on
     is_alone = read.train_batch_size == read.train_micro_batch_size_per_gpu * read.gradient_accumulation_steps
-    if read.zero_optimization.stage < 3 and (is_alone or read.onebit.local_steps.is_on):
+    has_members = grid is not None and grid.transport.ranks_change
+    if (stage == 0 and has_rounds) or (stage < 3 and is_alone and not has_members):
         return
     for name, module in outline.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:

@@ -346,6 +346,17 @@ def test_no_bit_of_latest_changes_without_a_word(kind: Kind, tmp_path: Path, cap
 
 
 @both_kinds
+def test_what_another_run_wrote_in_its_place_is_moved_aside(kind: Kind, tmp_path: Path) -> None:
+    assert go_on(kind, tmp_path, 1) is None and go_on(kind, tmp_path, 2) is None
+    (tmp_path / "step_00000002" / "stamp.json").write_text("of another program")
+    (tmp_path / "latest").write_text("step_00000001\n")
+    assert go_on(kind, tmp_path, 2) is None and load(kind, tmp_path) == (2, 2.0)
+    (aside,) = tmp_path.glob("*aside*")
+    assert aside.name[:19] == "step_00000002.aside"
+    assert (aside / "stamp.json").read_text() == "of another program"
+
+
+@both_kinds
 def test_all_are_kept_or_the_last_few(kind: Kind, tmp_path: Path) -> None:
     save(kind, tmp_path / "all", 1, 2, 3, 4)
     save(kind, tmp_path / "two", 1, 2, 3, 4, keep=2)

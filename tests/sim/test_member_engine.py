@@ -181,6 +181,29 @@ def test_data_that_is_divided_among_ranks_is_refused() -> None:
     members.close()
 
 
+def test_a_save_makes_buffers_equal_and_lands_no_step(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers within the ranks of this member, which alone takes part."""
+
+    def work(members: Members) -> tuple[bool, list[Any]]:
+        engine, met = engine_over(members, config_of(DELAYED)), list[Any]()
+        member_engines.begin(engine)
+        monkeypatch.setattr("onebit.zero.engine.sync_tensors", lambda *given: met.append(given[-1]))
+        for _ in range(14):
+            x = torch.ones(4, 12)
+            engine.backward((engine(x) - x).square().mean())
+            engine.step()
+        engine.save_checkpoint(tmp_path)
+        is_under_way = engine.optimizer.step_under_way is not None
+        engine.synchronise()
+        assert engine.optimizer.step_under_way is None
+        return is_under_way, [
+            transport is engine.grid.transports[axis]
+            for transport, axis in zip(met, ("shard", "replica"), strict=False)
+        ]
+
+    assert founded(Hub(1), work, [INF]).join().results == {"a": (True, [True, True])}
+
+
 @FORMS
 def test_a_founder_resumes_for_all(form: dict[str, Any], tmp_path: Any) -> None:
     """The first member saves; in another run one founder loads, and the others take over its state and counts."""

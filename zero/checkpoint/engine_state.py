@@ -94,15 +94,12 @@ def save(
     is_latest: bool,
     then: Callable[[], None] | None,
 ) -> None:
-    """Write a checkpoint. If the form asks for it, ranks are synchronised before. All ranks.
-
-    Raises CheckpointError within a step.
-    """
+    """Write a checkpoint, after synchronising the ranks. All ranks. Raises CheckpointError within a step."""
     _refuse_within_step(engine)
-    if engine.form.saves_as_is:
+    if engine.form.steps_apart:
         engine.sharding.release()
     else:
-        engine.synchronise()
+        engine.synchronise(lands=not engine.grid.transport.ranks_change)  # one member saves, the others train on
     tensors, rest = _state(engine)
     if not contents.frozen:
         for name in _frozen(engine):

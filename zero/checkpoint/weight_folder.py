@@ -50,9 +50,9 @@ def export_folder(
     """Write the weights to files of at most max_file_bytes of tensors, and their index last. All ranks; rank 0 writes.
 
     Rank 0 holds one file's tensors in host memory, every rank one whole parameter. See `export_weights` for dtype and
-    grid. A folder with an index is complete: an older index is removed first, with files of the new names, and its
-    other files and model.safetensors last. Raises ValueError if max_file_bytes is below 1, and OSError, on all ranks,
-    if the folder cannot be written.
+    grid. A folder with an index is complete: an older index is removed first, with files of the new names; an older
+    model.safetensors once the new files are whole, and other files last. Raises ValueError if max_file_bytes is below
+    1, and OSError, on all ranks, if the folder cannot be written.
     """
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes must be at least 1, got {max_file_bytes}")
@@ -71,7 +71,7 @@ def export_folder(
             try:
                 if k == 0:
                     make_folder(folder)
-                    old = _drop_index(folder) | {WHOLE}
+                    old = _drop_index(folder)
                     for name in names:
                         remove(folder / name)
                 write_weights(folder / names[k], tensors)
@@ -81,6 +81,7 @@ def export_folder(
     problem = None
     if transport.rank == 0:
         try:
+            (folder / WHOLE).unlink(missing_ok=True)  # before the index: readers take it for the whole model
             _write_index(folder, names, files, dtype)
             for name in old - set(names):
                 remove(folder / name)

@@ -129,7 +129,8 @@ class Local(InNode):
     def update(self, number: int, scale: float) -> bool:
         before = self.optimizer.stats.skipped_steps
         self._grad_norm = self._clip(scale, self.config.gradient_clipping)
-        self.optimizer.step()
+        with dense.naming_shards(self.optimizer.inner):
+            self.optimizer.step()
         return self.optimizer.stats.skipped_steps > before
 
     def _clip(self, scale: float, max_norm: float) -> float | None:

@@ -41,10 +41,6 @@ class OneBit(Form):
         return is_skipped
 
     @property
-    def saves_as_is(self) -> bool:
-        return bool(self.optimizer.transport.ranks_change)  # one member saves, with its step under way
-
-    @property
     def grad_norm(self) -> float | None:
         norm: float | None = self.optimizer.stats.grad_norm
         return norm

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from ..checkpoint.weights import error_of_safetensors
 from ..checkpoint.whole import read_checkpoint_weights
 from ..compression.packing import is_compressed, read_compressed
 from ..compression.techniques import ActivationQuantization
-from ..engine import Engine
+from ..grid import Grid
 from ..parallel.experts import is_experts
 from ..parallel.model_plan import patterns
 from ..precision import meets_activations
@@ -48,9 +48,19 @@ two at a time the second would keep the first one's, and no model of the process
 
 
 class HasModule(Protocol):
-    """An engine that trains a module."""
+    """An engine that has a module."""
 
     module: nn.Module
+
+
+@runtime_checkable
+class Trains(HasModule, Protocol):
+    """An engine that trains its module, on all ranks of a grid."""
+
+    grid: Grid
+
+    def synchronise(self) -> None:
+        """Make replicas equal that differ. All ranks."""
 
 
 def init_inference(
@@ -68,7 +78,8 @@ def init_inference(
 
     Args:
         model: A module, an engine that trains one, or the name or folder of a model of transformers. Replicas of an
-            engine that differ are made equal first, as by `engine.synchronise()`.
+            engine that differ are made equal first, as by `engine.synchronise()`; among members that come and go, call
+            that before, on all of them.
         config: The options as a dict, a JSON file or an `InferenceConfig`; None (default) for defaults.
         transport: Between all ranks; each tp_size or pp_size consecutive ranks serve together. None (default): with one
             of them above 1 the launcher's ranks, otherwise this rank alone.
@@ -84,7 +95,7 @@ def init_inference(
         CheckpointError: Weights cannot be read, or are of another model.
     """
     read = read_inference_config(config, **keywords)
-    if isinstance(model, Engine):
+    if isinstance(model, Trains) and not model.grid.transport.ranks_change:
         model.synchronise()
     W, P = read.tensor_parallel.tp_size, read.pipeline_parallel.pp_size
     if calibration is not None and read.weight_bits != 4:
@@ -286,6 +297,9 @@ def _load(model: nn.Module, config: InferenceConfig) -> None:
     params = dict(model.named_parameters(remove_duplicate=False))
     if len(_float_dtypes(params)) == 1 < len(dtypes := _float_dtypes({name: state[name] for name in params})):
         # A run in 16 bits has float32 masters of the weights that it trains, and the frozen ones as they are.
+        if any(dtype.itemsize == 1 for dtype in dtypes):
+            found = ", ".join(sorted(map(str, dtypes)))
+            raise CheckpointError(f"{path} has weights in {found}, which have no common type")
         widest = reduce(torch.promote_types, dtypes)
         state |= {name: state[name].to(widest) for name, p in params.items() if p.is_floating_point()}
     model.load_state_dict(state, assign=True)
