@@ -77,7 +77,7 @@ class Regression:
 
     def __init__(self, rank: int, device: torch.device, dtype: torch.dtype = torch.float32):
         g = torch.Generator().manual_seed(0)
-        start = [torch.randn(size, generator=g) / size[-1] ** 0.5 for size in ((64, 32), (64,), (8, 64), (8,))]
+        start = [torch.randn(size, generator=g) / size[-1] ** 0.5 for size in ((77, 32), (77,), (5, 77), (5,))]
         self.params = [nn.Parameter(x.to(device, dtype)) for x in start]
         self._data = torch.Generator().manual_seed(1 + rank)
 
@@ -85,7 +85,7 @@ class Regression:
         """One step of the optimizer, and the loss before it."""
         W, b, V, c = self.params
         x = torch.randn(64, 32, generator=self._data).to(W)
-        loss = ((x @ W.T + b).tanh() @ V.T + c - x[:, :8].sin()).float().square().mean()
+        loss = ((x @ W.T + b).tanh() @ V.T + c - x[:, :5].sin()).float().square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
