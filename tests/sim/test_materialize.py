@@ -141,6 +141,22 @@ def test_of_a_folder_and_a_file_the_later_one_is_read(tmp_path: Path, most: tupl
     assert (tmp_path / "model.safetensors").is_file() == (most[1] is None)
 
 
+def test_an_export_without_its_index_is_not_the_model_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its files are written; readers would take model.safetensors if it were still there."""
+    first = net()
+    for p in first.parameters():
+        nn.init.ones_(p)
+    zero.export_weights(first, tmp_path / "model.safetensors", SimTransport())
+
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(weight_folder, "_write_index", full)
+    with pytest.raises(OSError, match=r"index\.json cannot be written: No space left"):
+        zero.export_weights(net(), tmp_path, SimTransport(), max_file_bytes=300)
+    assert alike(zero.materialize(on_meta(), tmp_path), net())
+
+
 def test_an_export_that_fails_leaves_no_mixture_of_two_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zero.export_weights(net(), tmp_path, SimTransport(), max_file_bytes=300)
     write, left = weight_folder.write_weights, [1]

@@ -174,6 +174,37 @@ def test_other_forms_are_refused_by_name(blocks: dict[str, Any], form: str) -> N
     members.close()
 
 
+def test_tables_of_which_forward_writes_rows_are_refused() -> None:
+    members = Hub(1).members("a", [INF])
+    with pytest.raises(ValueError, match=r"renormalises rows of its table in forward \(max_norm\)"):
+        zero.initialize(
+            model=torch.nn.Embedding(4, 4, max_norm=1.0),
+            config=config_of(DENSE),
+            grid=member_engines.grid_of(members),
+        )
+    members.close()
+
+
+def test_one_member_serves_alone() -> None:
+    """The others train on meanwhile: nothing is exchanged for it."""
+
+    def work(members: Members) -> int:
+        engine = engine_over(members, config_of(LOCAL))
+        member_engines.begin(engine)
+        for _ in range(12):
+            x = torch.ones(4, 12)
+            engine.backward((engine(x) - x).square().mean())
+            engine.step()
+            if members.rank == 0 and engine.global_steps == 3:
+                assert zero.init_inference(engine)(x).shape == x.shape
+        engine.optimizer.sync()
+        membership.end(engine.optimizer)
+        assert members.roster is not None
+        return members.roster.epoch
+
+    assert founded(Hub(2), work, [INF, INF]).join().results == {"a": 1, "b": 1}
+
+
 def test_data_that_is_divided_among_ranks_is_refused() -> None:
     members = Hub(1).members("a", [INF])
     with pytest.raises(ValueError, match=r"draw from .*MemberSampler"):
