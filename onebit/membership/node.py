@@ -133,7 +133,7 @@ class Node:
             MembershipError: A rank of the node is lost.
         """
         with ThreadPoolExecutor(1, "onebit-node") as threads:
-            done = threads.submit(lambda: _apart(work))
+            done = threads.submit(torch.no_grad()(outside_calls()(work)))
             is_over = False
             while not is_over:
                 wait([done], TELL_S)
@@ -157,12 +157,6 @@ class Node:
                 f"rank {self.transport.rank} of the node: another rank of it is lost, and a node comes and goes as a "
                 f"whole: end all its ranks, and start it again ({error})"
             ) from error
-
-
-@torch.no_grad()
-@outside_calls()
-def _apart(work: Callable[[], Found]) -> Found:
-    return work()
 
 
 def _answer(question: Callable[[], Any]) -> str:

@@ -47,7 +47,7 @@ class Operation:
 
 
 def operations(rows: Rows) -> Iterator[Operation]:
-    """Over one row. A generator, so that what one operation alone needs is freed behind it."""
+    """Over one row. A generator, so that what one operation alone needs is freed after it."""
     yield from _sign_operations(rows)
     yield from _mean_operations(rows)
     yield from _fused_operations(rows)
@@ -70,7 +70,7 @@ class Rows:
 
     @classmethod
     def made(cls, device: torch.device, elements: int, block: int) -> Rows:
-        """Random ones, of so many elements rounded up to whole blocks."""
+        """Random ones, of this many elements, rounded up to whole blocks."""
         N = -(-elements // block) * block
         B = SignCodec(block).frame_bytes(N)
         x_1N, error_1N, out_1N = (torch.randn(1, N, device=device) for _ in range(3))
@@ -168,12 +168,12 @@ def _fused_operations(rows: Rows) -> Iterator[Operation]:
                 "encode_momentum, a variance, float32 momentum", moved, MOMENTUM, momentum(variance, rows.x_1N)
             )
         zeros, frames = torch.zeros(1, N, device=device), rows.received_KB[:1].clone()
-        owed = GradientSum(grads, segments, zeros, frames, None, add=0.1, returned=0.9)
+        sums = GradientSum(grads, segments, zeros, frames, None, add=0.1, returned=0.9)
         yield Operation(
             f"encode_gradients, {kind} gradient",
             (8 + size) * N + B,
             ADD,
-            lambda kernel, owed=owed: kernel.encode_gradients(owed, **sign),
+            lambda kernel, sums=sums: kernel.encode_gradients(sums, **sign),
         )
         yield Operation(f"apply, {kind} parameters", 2 * size * N + B, SCALE, apply)
 

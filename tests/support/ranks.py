@@ -438,7 +438,7 @@ def _fork_ranks(n: int, folder: Path) -> bool:
 
 
 def free_port() -> int:
-    """A port nobody listens on, below those that the system hands out: it gives one of these to the next who asks."""
+    """A free port, below those that the system hands out: it gives one of these to the next who asks."""
     while True:
         port = 20000 + secrets.randbelow(12000)
         with socket.socket() as probe, contextlib.suppress(OSError):
