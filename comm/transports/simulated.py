@@ -82,8 +82,10 @@ class SimNetwork:
     def post(self, operation: Operation, rank: int, data: Tensor) -> None:
         """Offer a copy of this rank's data for an operation. Returns at once."""
         with self._changed:
-            self._slots.setdefault(_slot(operation), {})[rank] = _Posted.copied(operation, data)
-            self._changed.notify_all()
+            slot = self._slots.setdefault(_slot(operation), {})
+            slot[rank] = _Posted.copied(operation, data)
+            if len(slot) == self.world_size or any(its.operation != operation for its in slot.values()):
+                self._changed.notify_all()
 
     def collect(self, operation: Operation, rank: int) -> list[Tensor]:
         """Wait until all ranks have posted for this operation; their data in rank order.
