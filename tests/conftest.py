@@ -5,15 +5,17 @@ torch's store looks up the name of whoever connects. A resolver that is silent m
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import random
 import re
 import sys
+import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,7 @@ GUARD = tiers.Guard()
 TOO_OLD = pytest.StashKey[bool]()
 LONGEST = ("test_membership.py",)
 """Files that take a worker minutes, mostly of waiting. They begin first: else the others wait for it at the end."""
+CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
@@ -98,11 +101,33 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@contextmanager
+def on_one_cpu() -> Iterator[None]:
+    """The test's threads share one processor, if no other worker has all of them for such a test.
+
+    Each operation of torch gives up Python's lock. On another processor another rank would take it then, and the two
+    would wake each other for every operation: ranks that are threads took twice the CPU.
+    """
+    with ExitStack() as held:
+        for cpu in CPUS:
+            with suppress(OSError):  # of another worker, or of another user
+                file = held.enter_context(Path(tempfile.gettempdir(), f"onebit-tests-cpu-{cpu}").open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.sched_setaffinity(0, {cpu})
+                break
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, CPUS)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     GUARD.test = item.nodeid if first_tier(item) == "fast" else ""
+    is_simulated = tiers.folder_of(item.path, TESTS) == "sim" and not item.get_closest_marker("processes")
     try:
-        return (yield)
+        with on_one_cpu() if is_simulated and CPUS else nullcontext():
+            return (yield)
     finally:
         GUARD.test = ""
 
