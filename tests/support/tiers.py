@@ -51,11 +51,11 @@ def pairwise(cases: Sequence[Mapping[str, int]]) -> set[int]:
     """
     pairs = {k: set(combinations(sorted(case.items()), 2)) for k, case in enumerate(cases)}
     chosen = set[int]()
-    while any(pairs.values()):
+    while pairs:
         best = max(pairs, key=lambda k: len(pairs[k]))
         met = pairs.pop(best)
         chosen.add(best)
-        pairs = {k: left - met for k, left in pairs.items()}
+        pairs = {k: left for k, its in pairs.items() if (left := its - met)}
     return chosen
 
 
