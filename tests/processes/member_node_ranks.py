@@ -64,7 +64,7 @@ def main(address: str, name: str, founders: str, end: str, stage: str, form: str
             x = torch.randn(8, 64, generator=draw).to(next(net.parameters()).dtype)
             engine.backward((engine(x) - x).float().square().mean())
             engine.step()
-        time.sleep(0.02)
+        time.sleep(0.05)
         if node.world.rank == 0:
             print(f"step {engine.global_steps} of {members.world_size} members", flush=True)
     engine.synchronise()

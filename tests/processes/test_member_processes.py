@@ -31,6 +31,8 @@ class Run:
     folder: Path
     port: int = 0
     members: dict[str, Any] = field(default_factory=dict)
+    last_steps: int = 50
+    """Of a second, in which all read when to end."""
 
     def serve(self) -> None:
         """The rendezvous; at the port of the one before it."""
@@ -55,10 +57,10 @@ class Run:
             time.sleep(0.02)
 
     def ends(self, *names: str) -> list[list[str]]:
-        """Have these end 50 steps from now. What they said at their end: digest, lost, joined, seconds."""
+        """Have these end `last_steps` from now. What they said at their end: digest, lost, joined, seconds."""
         lines, found = self.output(names[0]).read_text().splitlines(), []
         last = next(int(line.split()[1]) for line in reversed(lines) if line.startswith("step"))
-        (self.folder / "next").write_text(str(last + 50))
+        (self.folder / "next").write_text(str(last + self.last_steps))
         (self.folder / "next").rename(self.folder / "end")
         for name in names:
             try:
