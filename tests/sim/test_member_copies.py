@@ -14,7 +14,7 @@ import torch
 from faults.member_runs import Hub, Killed, Run
 from hypothesis import given
 from hypothesis import strategies as st
-from test_member_nodes import INF, KINDS, check, layouts, run_of
+from test_member_nodes import INF, KINDS, LAYOUTS, check, run_of
 from test_membership import Make, adam, delayed, local, net, parameters_of
 from torch import Tensor, nn
 
@@ -225,11 +225,14 @@ def test_a_step_that_exchanges_gradients_makes_buckets_be_sent_again(monkeypatch
     assert equal(run) and run.left[1] > 0.9 * run.left[0]
 
 
-@layouts
-@pytest.mark.parametrize(("kind", "most"), [("1-bit", 0.12), ("delayed", 0.12), ("LAMB", 0.3), ("local", 0.75)])
-def test_a_new_node_copies_all_parts(
-    kind: str, most: float, stages: int, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "most", "layout"),
+    [
+        *(("1-bit", 0.12, layout) for layout in LAYOUTS),
+        *(("delayed", 0.12, "stages"), ("LAMB", 0.3, "shards"), ("local", 0.75, "stages of shards")),
+    ],
+)
+def test_a_new_node_copies_all_parts(kind: str, most: float, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank those of the rank at its place in the first node, which all begin to give in the same step."""
     sizes, without = list[tuple[int, int]](), copying.without
 
@@ -239,7 +242,7 @@ def test_a_new_node_copies_all_parts(
         return found
 
     monkeypatch.setattr(change, "without", less)
-    hub = Hub(2)
+    hub, (stages, ranks) = Hub(2), LAYOUTS[layout]
     run = run_of(hub, [[INF] * ranks, [INF] * ranks], steps=6, newcomer=True, kind=KINDS[kind], stages=stages)
     assert hub.holds.wait(30)
     run.start_node("n", [INF] * ranks)
@@ -336,16 +339,13 @@ def test_a_member_that_has_left_gives_no_copy() -> None:
     assert not giver._living()
 
 
-@pytest.mark.parametrize("messages", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("make", "who"),
+    ("make", "who", "messages"),
     [
-        (adam, "giver"),
-        (adam, "newcomer"),
-        (plain, "giver"),
-        (plain, "newcomer"),
-        (plain, "giver to one that is back"),
-        (adam, "one that is back"),
+        *((adam, who, messages) for who in ("giver", "newcomer") for messages in (0, 1, 3)),
+        *((plain, who, messages) for who in ("giver", "newcomer") for messages in (0, 3)),
+        *((plain, "giver to one that is back", messages) for messages in (1, 3)),
+        *((adam, "one that is back", messages) for messages in (0, 1)),
     ],
 )
 def test_either_may_be_lost_amid_the_copy(make: Make, who: str, messages: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def test_a_warm_up_leaves_no_trace(form: dict[str, Any], caplog: pytest.LogCaptu
 
 
 @FORMS
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_random_changes_leave_engines_equal(form: dict[str, Any], seed: int) -> None:
     draw = np.random.default_rng(seed)
 
