@@ -195,7 +195,7 @@ PROMISED_S = 5.0
 
 @pytest.mark.timeout(90)
 def test_a_stopped_host_of_the_store_is_named_in_time() -> None:
-    ended = run_torchrun(3, transport_ranks.lose_a_peer, "stopped", timeout_s=60, as_python_ends=True)
+    ended = run_torchrun(3, transport_ranks.lose_a_peer, "stopped", timeout_s=60)
     for result in ended.results[1:]:
         assert result, ended.output
         first = result["first"]
@@ -206,7 +206,7 @@ def test_a_stopped_host_of_the_store_is_named_in_time() -> None:
 @pytest.mark.timeout(90)
 def test_a_killed_rank_is_missed_at_once_whatever_its_children_hold() -> None:
     """Workers that read for seconds, a fork, and a program in the background all outlive it."""
-    ended = run_torchrun(3, transport_ranks.lose_a_peer, "killed with workers", timeout_s=60, as_python_ends=True)
+    ended = run_torchrun(3, transport_ranks.lose_a_peer, "killed with workers", timeout_s=60)
     for result in ended.results[1:]:
         assert result, ended.output
         first = result["first"]
@@ -215,7 +215,7 @@ def test_a_killed_rank_is_missed_at_once_whatever_its_children_hold() -> None:
 
 @pytest.mark.timeout(90)
 def test_who_comes_when_the_others_have_exited_is_told_so() -> None:
-    late = run_torchrun(3, transport_ranks.lose_a_peer, "late", timeout_s=60, as_python_ends=True).results[1]["first"]
+    late = run_torchrun(3, transport_ranks.lose_a_peer, "late", timeout_s=60).results[1]["first"]
     assert "too late" in late["message"] and "launched nothing for " in late["message"], late
 
 
