@@ -46,25 +46,14 @@ not_interpreted = pytest.mark.skipif(
 # In the interpreter
 
 
-PROCESSES = 2
-
-
 @functools.cache
 def interpreted() -> dict[str, str]:
-    """What was wrong with each case. Processes side by side, each with its share of them."""
+    """What was wrong with each case."""
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    shares = [list(kernel_cases.CASES)[k::PROCESSES] for k in range(PROCESSES)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    runs = [subprocess.Popen([sys.executable, str(CASES), *names], env=env, **pipes) for names in shares]
-    results: dict[str, str] = {}
-    try:
-        for run, names in zip(runs, shares, strict=True):
-            said, complaint = run.communicate(timeout=240)
-            results |= json.loads(said.splitlines()[-1]) if run.returncode == 0 else dict.fromkeys(names, complaint)
-    finally:
-        for run in runs:
-            run.kill()
-    return results
+    run = subprocess.run([sys.executable, str(CASES)], env=env, capture_output=True, text=True, timeout=240)
+    if run.returncode:
+        return dict.fromkeys(kernel_cases.CASES, run.stderr)
+    return json.loads(run.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
 @needs_triton
