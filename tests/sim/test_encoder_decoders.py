@@ -208,7 +208,9 @@ def test_few_bits_are_near(kind: str, dtype: str, near: float) -> None:
     assert float((steps[1].float() - whole[:, -1]).norm() / whole[:, -1].norm()) < near
 
 
+@pytest.mark.thorough
 def test_a_compiled_step_decodes_the_same() -> None:
+    """By inductor; `test_a_compiled_step_has_few_forms` has the answers of a step as torch traces it."""
     model = copy.deepcopy(model_of("t5"))
     model.decoder.block = model.decoder.block[:1]
     plain, compiled = init_inference(model), init_inference(model, kernel_inject=True)
