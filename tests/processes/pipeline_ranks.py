@@ -21,9 +21,10 @@ from onebit.comm.messages import gather_bytes
 from onebit.model_parallel import local
 from onebit.zero import grid as grids
 
-STEPS, FREEZE, MICRO_BATCHES, ROWS = 5, 2, 2, 4
-SAVED, LAST = 3, 5
+STEPS, SAVED, FREEZE, MICRO_BATCHES, ROWS = 5, 3, 2, 2, 4
 REPLICAS = 2
+SAVING = {"optimizer": "OneBitAdam", "pipe": 2, "tensor": 2}
+"""Of this case a checkpoint is kept, from which others go on, and the weights."""
 
 PARAMS: Mapping[str, dict] = {
     "OneBitAdam": {"lr": 0.01, "freeze_step": FREEZE},
@@ -91,14 +92,21 @@ def whole_parameters(engine: zero.Engine) -> dict[str, Tensor]:
 
 
 def trains(folder: str, cases: Sequence[dict]) -> None:
-    """Each case: losses, and the parameters of this rank's stages at the end, to folder/CASE.RANK."""
+    """Each case: losses, and the parameters of this rank's stages at the end, to folder/CASE.RANK.
+
+    SAVING: also a checkpoint and the weights to the folder, and what comes of going on in the same layout.
+    """
     world = init("gloo", levels=1)
     made = Grids()
     for k, case in enumerate(cases):
         grid = made.of(case)
         engine = start(case, grid)
         batches = pipeline_model.micro_batches(*grid.data, engine.gradient_accumulation_steps(), ROWS)
-        losses = [float(engine.train_batch(batches)) for _ in range(STEPS)]
+        losses, more = [float(engine.train_batch(batches)) for _ in range(SAVED)], {}
+        if case == SAVING:
+            engine.save_checkpoint(folder)
+            more["owed when saved"] = engine.optimizer.error_norm_ratio()  # type: ignore[attr-defined]
+        losses += [float(engine.train_batch(batches)) for _ in range(SAVED, STEPS)]
         params = whole_parameters(engine)
         texts = gather_bytes(grid.transport, digest(params))
         found = {
@@ -110,25 +118,11 @@ def trains(folder: str, cases: Sequence[dict]) -> None:
             "norm": engine.get_global_grad_norm(),
             "held": sum(local(p).numel() for p in engine.sharding.held.parameters()),
         }
-        torch.save(found, Path(folder) / f"{k}.{world.rank}")
+        if case == SAVING:
+            engine.save_16bit_model(folder)
+            more["again"] = goes_on(folder, case, grid)
+        torch.save(found | more, Path(folder) / f"{k}.{world.rank}")
     made.close()
-
-
-def saves(folder: str, case: dict) -> dict:
-    """Train a case with a checkpoint in the folder, write the weights at its end, and go on in the same layout."""
-    world = init("gloo", levels=1)
-    grid = Grids().of(case)
-    engine = start(case, grid)
-    batches = pipeline_model.micro_batches(*grid.data, MICRO_BATCHES, ROWS)
-    losses = [float(engine.train_batch(batches)) for _ in range(SAVED)]
-    engine.save_checkpoint(folder)
-    owed = engine.optimizer.error_norm_ratio()  # type: ignore[attr-defined]
-    losses += [float(engine.train_batch(batches)) for _ in range(SAVED, LAST)]
-    torch.save(whole_parameters(engine), Path(folder) / f"{world.rank}.pt")
-    engine.save_16bit_model(folder)
-    again = goes_on(folder, case, grid)
-    grid.close()
-    return {"losses": losses, "owed when saved": owed, "again": again}
 
 
 def continues(folder: str, case: dict) -> dict:
@@ -148,7 +142,7 @@ def goes_on(folder: str, case: dict, grid: grids.Grid) -> dict:
     batches = pipeline_model.micro_batches(*grid.data, MICRO_BATCHES, ROWS)
     for _ in islice(batches, SAVED * MICRO_BATCHES):
         pass
-    facts["losses"] = [float(engine.train_batch(batches)) for _ in range(SAVED, LAST)]
+    facts["losses"] = [float(engine.train_batch(batches)) for _ in range(SAVED, STEPS)]
     facts["same replicas"] = len(set(gather_bytes(grid.transport, digest(whole_parameters(engine))))) == 1
     return facts
 
@@ -247,7 +241,7 @@ def moves(folder: str) -> dict:
             if loads:
                 engine.load_checkpoint(place)
             batches = pipeline_model.micro_batches(*grid.data, MICRO_BATCHES, ROWS)
-            steps = range(SAVED, LAST) if loads else range(LAST)
+            steps = range(SAVED, STEPS) if loads else range(STEPS)
             for _ in islice(batches, steps.start * MICRO_BATCHES):
                 pass
             losses.append([])
@@ -283,7 +277,7 @@ def moves_a_layer(folder: str) -> dict:
                 engine.train_batch(iter(batches))
             engine.save_checkpoint(folder)
         facts["layers"].append([name for name, _ in engine.module.named_parameters()])
-        facts["losses"].append([float(engine.train_batch(iter(batches))) for _ in range(SAVED, LAST)])
+        facts["losses"].append([float(engine.train_batch(iter(batches))) for _ in range(SAVED, STEPS)])
     grid.close()
     return facts
 

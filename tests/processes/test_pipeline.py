@@ -13,7 +13,7 @@ import pipeline_model
 import pipeline_ranks
 import pytest
 import torch
-from pipeline_ranks import MICRO_BATCHES, PARAMS, REPLICAS, ROWS, SAVED, STEPS
+from pipeline_ranks import MICRO_BATCHES, PARAMS, REPLICAS, ROWS, SAVED, SAVING, STEPS
 from ranks import Ended, run_torchrun
 from torch import Tensor, nn
 
@@ -28,7 +28,7 @@ LAYOUTS: list[dict] = [
     {"optimizer": "ZeroOneAdam"},  # one rank computes all layers
     {"optimizer": "OneBitLamb", "pipe": 2},
     {"optimizer": "ZeroOneAdam", "pipe": 2},
-    {"optimizer": "OneBitAdam", "pipe": 2, "tensor": 2},
+    SAVING,
     {"optimizer": "ZeroOneAdam", "pipe": 2, "zero": 1, "shard": 2},
     {"optimizer": "OneBitLamb", "pipe": 2, "zero": 3, "shard": 2},
     {"optimizer": "OneBitLamb", "pipe": 2, "zero": 3, "shard": 2, "tensor": 2, "replicas": 1},
@@ -326,12 +326,9 @@ def test_a_stage_that_dies_is_named_within_the_timeout() -> None:
             assert dies in said["missing"] and said["seconds"] < 25, said
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list]:
+def saved() -> tuple[str, list[dict]]:
     """A run of 2 stages x 2 replicas x 2 slices: the folder of its checkpoint, and what its ranks found."""
-    folder = str(tmp_path_factory.mktemp("layouts"))
-    case = {"optimizer": "OneBitAdam", "pipe": 2, "tensor": 2}
-    return folder, list(run_torchrun(8, pipeline_ranks.saves, folder, case, timeout_s=150).check().results)
+    return str(ended(8)[1]), results(SAVING)
 
 
 @pytest.mark.parametrize(
@@ -344,12 +341,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list]:
     ],
     ids=["2x2x2", "1x4x1, sharded", "4x1x1", "one process"],
 )
-def test_a_run_in_three_axes_goes_on_in_any_layout(saved: tuple[str, list], layout: dict) -> None:
+def test_a_run_in_three_axes_goes_on_in_any_layout(layout: dict) -> None:
     """With what was owed, and the loss of the uninterrupted run: the same bits in its own layout, 2 % in others.
 
     Another number of replicas rounds the momentum otherwise, another cut moves the borders of blocks.
     """
-    folder, whole = saved
+    folder, whole = saved()
     case = {"optimizer": "OneBitAdam"} | layout
     ranks, is_same = case.pop("ranks"), layout["pipe"] == 2
     if is_same:
@@ -362,14 +359,13 @@ def test_a_run_in_three_axes_goes_on_in_any_layout(saved: tuple[str, list], layo
         assert found["losses"] == pytest.approx(whole[0]["losses"][SAVED:], rel=0 if is_same else 2e-2)
 
 
-def test_weights_of_all_stages_and_slices_are_one_file(saved: tuple[str, list]) -> None:
+def test_weights_of_all_stages_and_slices_are_one_file() -> None:
     from safetensors.torch import load_file
 
-    folder, _ = saved
+    folder, whole = saved()
     exported = load_file(str(Path(folder) / "model.safetensors"))
     (net,) = pipeline_model.model().stages([range(6)])
     assert exported.keys() == dict(net.named_parameters()).keys()
     net.load_state_dict(exported)
-    for rank in range(8):
-        held = torch.load(Path(folder) / f"{rank}.pt")
-        assert all(torch.equal(p, exported[k]) for k, p in held.items())
+    for found in whole:
+        assert all(torch.equal(p, exported[k]) for k, p in found["params"].items())
