@@ -45,8 +45,9 @@ def theirs(model: Any, inputs: Tensor, most: int) -> Tensor:
     return found[0]
 
 
-@pytest.mark.parametrize("kind", OF_TEXT)
-@pytest.mark.parametrize(("rows", "chunk"), [(1, 4), (3, 4), (8, 100)])
+@pytest.mark.parametrize(
+    ("kind", "rows", "chunk"), [*((kind, 3, 4) for kind in OF_TEXT), ("gated t5", 1, 4), ("bart", 8, 100)]
+)
 def test_each_is_answered_as_by_transformers(kind: str, rows: int, chunk: int) -> None:
     engine, inputs = served(kind), inputs_like(*(length for length, _ in ASKED))
     batch = ContinuousBatch(engine, rows, chunk)
@@ -80,7 +81,7 @@ def test_positions_are_those_of_each_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", OF_TEXT)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_any_schedule_of_arrivals_and_cancels(kind: str, seed: int) -> None:
     """Drawn: when requests come, how long inputs and answers are, which sample, which are cancelled and when. Memory
     stays as it is."""
@@ -153,8 +154,9 @@ def test_options_are_of_each_request(kind: str) -> None:
     assert same(answers(batch, requests), alone) and int(alone[-1][1]) == 9
 
 
-@pytest.mark.parametrize("kind", OF_TEXT)
-@pytest.mark.parametrize("dtype", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*((kind, "fp32") for kind in OF_TEXT), ("gated t5", "int8"), ("bart", "int4")]
+)
 def test_ranks_follow_rank_0(kind: str, dtype: str) -> None:
     """In float32 with the tokens of one rank; inputs are longer than a message of a pass."""
     inputs = inputs_like(3, 20, 1, 9, SLOTS)

@@ -158,11 +158,14 @@ def batch_of(model: nn.Module, transport: SimTransport, **how: Any) -> Continuou
     return None
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3"])
-@pytest.mark.parametrize(("rows", "chunk"), [(1, 4), (3, 4), (8, 100)])
-@pytest.mark.parametrize("stages", [2, 3])
-def test_requests_are_answered_as_alone(kind: str, rows: int, chunk: int, stages: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "stages", "rows", "chunk"),
+    [
+        *(("llama", 2, 1, 4), ("gpt2", 2, 3, 4), ("gemma3", 2, 8, 100)),
+        *(("llama", 3, 3, 4), ("gpt2", 3, 8, 100), ("gemma3", 3, 1, 4)),
+    ],
+)
+def test_requests_are_answered_as_alone(kind: str, stages: int, rows: int, chunk: int) -> None:
     model = deep(kind, 4)
     alone = init_inference(model)
     asked = list(zip(prompts(1, 4, 5, 30, 60, 2, 17), (6, 1, 12, 30, 4, 9, 3), strict=True))
