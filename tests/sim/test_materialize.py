@@ -141,36 +141,34 @@ def test_of_a_folder_and_a_file_the_later_one_is_read(tmp_path: Path, most: tupl
     assert (tmp_path / "model.safetensors").is_file() == (most[1] is None)
 
 
-def test_an_export_without_its_index_is_not_the_model_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of its files are written; readers would take model.safetensors if it were still there."""
+@pytest.mark.parametrize("fails", ["write_weights", "_write_index"])
+@pytest.mark.parametrize("earlier", [None, 300, 400])
+def test_an_export_that_fails_leaves_the_model_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: int | None, fails: str
+) -> None:
+    """Whole, be it one file, files of the same names, or of others; and nothing of the new one."""
     first = net()
     for p in first.parameters():
         nn.init.ones_(p)
-    zero.export_weights(first, tmp_path / "model.safetensors", SimTransport())
+    file = tmp_path / "model.safetensors" if earlier is None else tmp_path
+    zero.export_weights(first, file, SimTransport(), max_file_bytes=earlier)
+    there = sorted(path.name for path in tmp_path.iterdir())
+    function, left = getattr(weight_folder, fails), [1] * (fails == "write_weights")
 
     def full(*given: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(weight_folder, "_write_index", full)
-    with pytest.raises(OSError, match=r"index\.json cannot be written: No space left"):
-        zero.export_weights(net(), tmp_path, SimTransport(), max_file_bytes=300)
-    assert alike(zero.materialize(on_meta(), tmp_path), net())
-
-
-def test_an_export_that_fails_leaves_no_mixture_of_two_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    zero.export_weights(net(), tmp_path, SimTransport(), max_file_bytes=300)
-    write, left = weight_folder.write_weights, [1]
-
-    def full(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         if not left:
             raise OSError(errno.ENOSPC, "No space left on device")
         left.pop()
-        write(path, tensors)
+        function(*given)
 
-    monkeypatch.setattr(weight_folder, "write_weights", full)
-    with pytest.raises(OSError, match=r"model-00002-of-\d+\.safetensors cannot be written: No space left"):
-        zero.export_weights(net(), tmp_path, SimTransport(), max_file_bytes=300)
-    assert [path.name[:11] for path in tmp_path.iterdir()] == ["model-00001"]
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_folder, fails, full)
+        with pytest.raises(OSError, match=r"(00002-of-\d+\.safetensors|index\.json) cannot be written: No space left"):
+            zero.export_weights(net(), tmp_path, SimTransport(), max_file_bytes=300)
+    assert sorted(path.name for path in tmp_path.iterdir()) == there
+    assert alike(zero.materialize(on_meta(), tmp_path), first)
+    zero.export_weights(net(), tmp_path, SimTransport(), max_file_bytes=300)
+    assert alike(zero.materialize(on_meta(), tmp_path), net())
 
 
 # -------------------------------------------------------------------------------- what is wrong

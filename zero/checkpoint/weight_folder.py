@@ -7,6 +7,7 @@ Ranks gather one parameter after another, and rank 0 writes a file as soon as it
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.files import create, make_folder, reason, remove, sync_folder
+from ...checkpoint.files import create, reason, remove, sync_folder
 from ...comm import Transport
 from ...comm.messages import gather_texts, raise_on_all_ranks
 from ...model_parallel import gathered
@@ -50,44 +51,62 @@ def export_folder(
     """Write the weights to files of at most max_file_bytes of tensors, and their index last. All ranks; rank 0 writes.
 
     Rank 0 holds one file's tensors in host memory, every rank one whole parameter. See `export_weights` for dtype and
-    grid. A folder with an index is complete: an older index is removed first, with files of the new names; an older
-    model.safetensors once the new files are whole, and other files last. Raises ValueError if max_file_bytes is below
-    1, and OSError, on all ranks, if the folder cannot be written.
+    grid. An earlier model in the folder stays whole until all files are written, so there must be room for both. Raises
+    ValueError if max_file_bytes is below 1, and OSError, on all ranks, if the folder cannot be written.
     """
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes must be at least 1, got {max_file_bytes}")
     files = _share_out(_entries(model, grid), dtype, max_file_bytes)
     own = model.state_dict()
     names = [f"model-{k + 1:05d}-of-{len(files):05d}.safetensors" for k in range(len(files))]
-    old: set[str] = set()
-    for k, entries in enumerate(files):
-        tensors: dict[str, Tensor] = {}
-        for entry in entries:
-            whole = _gathered(entry, own, grid)
+    hidden = folder / f".{INDEX}.{secrets.token_hex(8)}"
+    try:
+        for name, entries in zip(names, files, strict=True):
+            tensors: dict[str, Tensor] = {}
+            for entry in entries:
+                whole = _gathered(entry, own, grid)
+                if transport.rank == 0:
+                    tensors[entry.name] = whole.to(dtype) if dtype and whole.is_floating_point() else whole
+            problem = None
             if transport.rank == 0:
-                tensors[entry.name] = whole.to(dtype) if dtype and whole.is_floating_point() else whole
+                try:
+                    write_weights(hidden / name, tensors)
+                except (OSError, error_of_safetensors()) as error:
+                    problem = f"rank 0: {folder / name} cannot be written: {reason(error)}"
+            raise_on_all_ranks(transport, problem, OSError)
         problem = None
         if transport.rank == 0:
             try:
-                if k == 0:
-                    make_folder(folder)
-                    old = _drop_index(folder)
-                    for name in names:
-                        remove(folder / name)
-                write_weights(folder / names[k], tensors)
-            except (OSError, error_of_safetensors()) as error:
-                problem = f"rank 0: {folder / names[k]} cannot be written: {reason(error)}"
+                _write_index(hidden, names, files, dtype)
+                publish(hidden)
+            except OSError as error:
+                problem = f"rank 0: {folder / INDEX} cannot be written: {reason(error)}"
         raise_on_all_ranks(transport, problem, OSError)
-    problem = None
-    if transport.rank == 0:
-        try:
-            (folder / WHOLE).unlink(missing_ok=True)  # before the index: readers take it for the whole model
-            _write_index(folder, names, files, dtype)
-            for name in old - set(names):
-                remove(folder / name)
-        except OSError as error:
-            problem = f"rank 0: {folder / INDEX} cannot be written: {reason(error)}"
-    raise_on_all_ranks(transport, problem, OSError)
+    finally:
+        if transport.rank == 0:
+            remove(hidden)
+
+
+def publish(written: Path, whole: str = WHOLE, index: str = INDEX) -> None:
+    """Move a model's files, and their index if there is one, to the folder above, in place of the model there.
+
+    They are on the disk by now, so little can fail. Files of two models are never together under one index, nor under
+    names that readers without an index would put together.
+
+    Args:
+        written: The folder with the files.
+        whole: Name of the only file of a model, which readers take before an index.
+        index: Name of the index of several files.
+    """
+    folder, names = written.parent, {path.name for path in written.iterdir()}
+    old = _named_by(folder / index)
+    for name in (names | {index, whole}) - (names & {whole}):
+        (folder / name).unlink(missing_ok=True)
+    for name in sorted(names, key=lambda name: (name == index, name)):
+        os.replace(written / name, folder / name)
+    sync_folder(folder)
+    for name in old - names:
+        remove(folder / name)
 
 
 def _entries(model: nn.Module, grid: Grid | None) -> list[Entry]:
@@ -143,20 +162,14 @@ def _write_index(folder: Path, names: list[str], files: list[list[Entry]], dtype
     total = sum(entry.nbytes(dtype) for entries in files for entry in entries)
     table = {entry.name: name for name, entries in zip(names, files, strict=True) for entry in entries}
     index = {"metadata": {"total_size": total}, "weight_map": table}
-    hidden = folder / f".{INDEX}.{secrets.token_hex(8)}"
-    with create(hidden) as file:
+    with create(folder / INDEX) as file:
         file.write(json.dumps(index, indent=2).encode())
-    hidden.rename(folder / INDEX)
-    sync_folder(folder)
 
 
-def _drop_index(folder: Path) -> set[str]:
-    """Remove the index of an older model, before its files; return their names."""
-    if not (path := folder / INDEX).is_file():
-        return set()
+def _named_by(index: Path) -> set[str]:
+    """The files that an index names; none without one."""
     try:
-        names = set(json.loads(path.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        names = set()  # another program's index, or a damaged one
-    path.unlink()
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()  # none, another program's index, or a damaged one
     return {name for name in names if isinstance(name, str) and Path(name).name == name}

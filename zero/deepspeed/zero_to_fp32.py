@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoint.files import remove
+from ..checkpoint.weight_folder import publish
 from ..checkpoint.weights import write_weights
 from ..checkpoint.whole import read_checkpoint_weights
 
@@ -65,6 +67,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write complete float32 weights of a checkpoint, in files under Hugging Face's names with an index.
 
+    An earlier model in the folder stays whole until all files are written.
+
     Args:
         checkpoint_dir: Folder of the checkpoints.
         output_dir: Folder of the files, which is made.
@@ -82,27 +86,29 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     _refuse(exclude_frozen_parameters=exclude_frozen_parameters)
     most = None if max_shard_size is None else _bytes_of(max_shard_size)
     whole, folder = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), Path(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
     files = _divided(whole, most)
     places = [f"{stem}-{k + 1:05d}-of-{len(files):05d}.{ending}" for k in range(len(files))]
     one, table = f"{stem}.{ending}", f"{stem}.{ending}.index.json"
     if len(files) == 1:
         places = [one]
-    else:  # no mixture with an earlier model, and no file that readers would take before the index
-        for old in (table, one, *places):
-            remove(folder / old)
-    place_of: dict[str, str] = {}
-    for file, names in zip(places, files, strict=True):
-        place_of |= dict.fromkeys(names, file)
-        part = {name: whole[name] for name in names}
-        if safe_serialization:
-            write_weights(folder / file, part)
-        else:
-            torch.save(part, folder / file)
-    if len(files) > 1:
-        index = {"metadata": {"total_size": sum(x.nbytes for x in whole.values())}, "weight_map": place_of}
-        (folder / table).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    hidden = folder / f".{table}.{secrets.token_hex(8)}"
+    hidden.mkdir(parents=True)
+    try:
+        place_of: dict[str, str] = {}
+        for file, names in zip(places, files, strict=True):
+            place_of |= dict.fromkeys(names, file)
+            part = {name: whole[name] for name in names}
+            if safe_serialization:
+                write_weights(hidden / file, part)
+            else:
+                torch.save(part, hidden / file)
+        if len(files) > 1:
+            index = {"metadata": {"total_size": sum(x.nbytes for x in whole.values())}, "weight_map": place_of}
+            (hidden / table).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        publish(hidden, one, table)
+    finally:
+        remove(hidden)
 
 
 def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> M:
