@@ -81,6 +81,7 @@ class Server:
         self.address = self.socket.getsockname()
         waits = {"timeout_keep_alive": limits.read_s, "timeout_graceful_shutdown": 2}
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, http=Punctual, **waits))
+        self.connections = self._server.server_state.connections
         self._thread = threading.Thread(target=lambda: self._server.run(sockets=[self.socket]))
         self._thread.start()
         self.url = f"http://127.0.0.1:{self.address[1]}"
@@ -331,6 +332,28 @@ def test_a_connection_without_a_whole_request_ends() -> None:
                         except TimeoutError:
                             connection.sendall(b"x" * bool(begun))
             assert time.monotonic() < began + 5 and answer.count(b"HTTP/1.1 200") == answers
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("path", ["/", "/v1/completions"])
+def test_a_connection_that_reads_nothing_ends(path: str) -> None:
+    """With its answer: those that ask and do not read would leave no connection to others.
+
+    Eight pages are written before any of them is sent; a stream waits between its events.
+    """
+    server = Server(limits=Limits(read_s=0.5), token=None)
+    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)  # as if the answer were longer
+    body = json.dumps({"prompt": "x", "max_tokens": 60, "temperature": 0, "stream": True})
+    page, head = "GET / HTTP/1.1\r\nhost: x\r\n\r\n", f"POST {path} HTTP/1.1\r\nhost: x\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    try:
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.connect(server.address)
+            connection.sendall((page * 8 if path == "/" else head + body).encode())
+            assert eventually(lambda: server.connections)
+            assert eventually(lambda: not server.connections and not server.batch.running, within_s=5)
     finally:
         server.close()
 

@@ -18,16 +18,28 @@ OPEN = ("/", "/health")
 
 
 class Punctual(H11Protocol):
-    """A connection that ends if the headers of a request are not all here `timeout_keep_alive` seconds after it began.
+    """A connection that ends if the other side takes more than `timeout_keep_alive` seconds.
 
-    uvicorn would wait for them for ever, and `Guard` sees a request after they have come.
+    It has this time for the headers of a request, and to read what is ready to be sent. uvicorn would wait for both for
+    ever: `Guard` sees a request after its headers have come, and an answer is not asked for while none of it is read.
     """
 
     _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # so that every byte that cannot be sent pauses writing
         self._limit()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
