@@ -94,7 +94,8 @@ def test_tokens_are_those_of_transformers(kind: str) -> None:
         assert isinstance(ours, Tensor) and ours.dtype == torch.int64
         assert torch.equal(ours, theirs(kind, inputs, **options, **draws)), options
     for rows, most in ((1, 12), (3, 1)):
-        few = engine.generate(inputs[:rows], max_new_tokens=most)
+        named = {model_of(kind).main_input_name: inputs[:rows]}  # as a tokenizer or a processor names it
+        few = engine.generate(**named, max_new_tokens=most)
         assert torch.equal(few, theirs(kind, inputs[:rows], max_new_tokens=most))
 
 
@@ -232,7 +233,7 @@ def test_what_cannot_be_answered_is_refused_by_name() -> None:
     refused(engine, "inputs of at least one token each", [[3, 4], []])
     refused(engine, r"at least one row and token, got shape \(2, 0\)", inputs[:2, :0])
     refused(engine, "one that is seen in every row", inputs, attention_mask=torch.zeros_like(inputs))
-    refused(engine, "a list needs none", [[3]], attention_mask=inputs)
+    refused(engine, "of the shape of the prompts", [[3]], attention_mask=inputs)
     refused(engine, "tokens from 0 to 63, got 3 to 64", [[3], [64]])
     refused(engine, "do not fit into the cache of 8", inputs, max_new_tokens=8)
     refused(engine, "max_new_tokens of at least 1, got 0", inputs, max_new_tokens=0)

@@ -418,6 +418,12 @@ def test_a_batch_of_unequal_prompts_is_each_alone(kind: str) -> None:
     mask = torch.stack([(torch.arange(30) >= 30 - len(row)).long() for row in rows])
     as_tensor = engine.generate(padded, attention_mask=mask, max_new_tokens=10)
     assert isinstance(as_tensor, Tensor) and torch.equal(as_tensor[:, 30:], torch.stack([row[-10:] for row in batch]))
+    assert torch.equal(engine.generate(input_ids=padded, attention_mask=mask, max_new_tokens=10), as_tensor)
+    tokenized = {"input_ids": padded.flip(1).tolist(), "attention_mask": mask.flip(1).tolist()}  # on the right
+    backwards = engine.generate([row.flip(0) for row in rows], max_new_tokens=10)
+    assert same(engine.generate(**tokenized, max_new_tokens=10), backwards)
+    steps = torch.tensor(list(engine.stream(**tokenized, max_new_tokens=10)))
+    assert torch.equal(steps, torch.stack([row[-10:] for row in backwards], 1))
 
 
 @pytest.mark.slow
@@ -960,6 +966,10 @@ def test_requests_that_cannot_be_answered() -> None:
     refused(engine, "a tensor .B, T. of tokens", torch.ones(1, 3, dtype=torch.bool), max_new_tokens=3)
     refused(engine, "padded on the right", torch.ones(1, 3, dtype=torch.int64), max_new_tokens=3,
             attention_mask=torch.tensor([[1, 1, 0]]))  # fmt: skip
+    refused(engine, "expected prompts, or input_ids=, and not both", [[1]], input_ids=[[1]], max_new_tokens=3)
+    refused(engine, "expected prompts, or input_ids=, and not both", max_new_tokens=3)
+    refused(engine, r"of one text tokenizer\(\[text\]\)", input_ids=[1, 2], attention_mask=[1, 1], max_new_tokens=3)
+    refused(engine, "of the shape of the prompts", input_ids=[[1, 2]], attention_mask=[[1]], max_new_tokens=3)
     with pytest.raises(ValueError, match="raise max_out_tokens"):
         engine.step(torch.zeros(1, 4, dtype=torch.int64), 30)
 

@@ -28,7 +28,7 @@ from .cache import Source, StaticCache
 from .config import InferenceConfig
 from .encoded import EncoderDecoder, decoder_of, inputs_of, source_of
 from .pipeline import Together
-from .requests import Choice, Options, Prompts, choice_of, ends_of, mask_of, pad_of, rows_of, start_of
+from .requests import Choice, Mask, Options, Prompts, choice_of, ends_of, given_of, mask_of, pad_of, rows_of, start_of
 from .rope import border_of
 
 if TYPE_CHECKING:
@@ -112,10 +112,10 @@ class InferenceEngine:
 
     def generate(
         self,
-        prompts: Prompts,
+        prompts: Prompts | None = None,
         *,
         max_new_tokens: int,
-        attention_mask: Tensor | None = None,
+        attention_mask: Mask | None = None,
         **options: Unpack[Options],
     ) -> Tensor | list[Tensor]:
         """Continue prompts until an end token or max_new_tokens. All ranks call it with the same arguments.
@@ -125,9 +125,11 @@ class InferenceEngine:
         Args:
             prompts: Sequences of tokens of any lengths, or an integer tensor [B, T] padded on the left. For an
                 encoder-decoder its encoder's inputs: the same padded on any side, or a tensor of features [B, ...].
+                Or by transformers' name of them: `generate(**tokenizer(texts), max_new_tokens=64)`.
             max_new_tokens: The most tokens to add.
-            attention_mask: For a tensor of prompts, [B, T]: 1 for text, 0 for padding. None (default): pad tokens are
-                padding, unless the pad token is also an end token; to an encoder, as in transformers, all are text.
+            attention_mask: 1 for text, 0 for padding, in the shape of the prompts. None (default): pad tokens of a
+                tensor are padding, unless the pad token is also an end token; to an encoder, as in transformers, all
+                are text.
             **options: do_sample, temperature, top_k, top_p, seed, eos_token_id, pad_token_id; for a model of
                 transformers also the other options of a GenerationConfig.
 
@@ -141,7 +143,8 @@ class InferenceEngine:
                 supported.
             TypeError: The prompts have another form, or an option is unknown.
         """
-        rows, choice, source = self._begin(prompts, max_new_tokens, attention_mask, options)
+        prompts, mask, options = given_of(self.module, prompts, attention_mask, options)
+        rows, choice, source = self._begin(prompts, max_new_tokens, mask, options)
         ends, pad = ends_of(self.module, options), pad_of(self.module, options)
         steps = list(self._steps(rows, max_new_tokens, set(ends), choice, source))
         answers = [[token for step in steps if (token := step[b]) is not None] for b in range(len(rows))]
@@ -157,10 +160,10 @@ class InferenceEngine:
 
     def stream(
         self,
-        prompts: Prompts,
+        prompts: Prompts | None = None,
         *,
         max_new_tokens: int,
-        attention_mask: Tensor | None = None,
+        attention_mask: Mask | None = None,
         **options: Unpack[Options],
     ) -> Iterator[list[int | None]]:
         """As `generate`, step by step: yields each row's token, or None after its end.
@@ -168,7 +171,8 @@ class InferenceEngine:
         All ranks must iterate together, and stop at the same step. Several streams may be open at once, each with a
         cache of its own, if all ranks advance them in the same order.
         """
-        rows, choice, source = self._begin(prompts, max_new_tokens, attention_mask, options)
+        prompts, mask, options = given_of(self.module, prompts, attention_mask, options)
+        rows, choice, source = self._begin(prompts, max_new_tokens, mask, options)
         return self._steps(rows, max_new_tokens, set(ends_of(self.module, options)), choice, source)
 
     def _begin(

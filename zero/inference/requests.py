@@ -13,12 +13,13 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
 
 Prompts = Tensor | Sequence[Tensor] | Sequence[Sequence[int]]
+Mask = Tensor | Sequence[Sequence[int]]
 Rules = Callable[[Tensor, Tensor], Tensor]
 """A function (tokens so far [G, T], logits [G, V]) that returns logits, as transformers' LogitsProcessor."""
 
@@ -27,13 +28,16 @@ class Options(TypedDict, total=False):
     """The options of `generate`.
 
     `eos_token_id` ends a row: absent, the model's generation_config decides; [] means that nothing ends it.
-    `pad_token_id` stands before prompts and after ends. `seed` is that of the sampling. For do_sample, temperature,
-    top_k and top_p see `Sampling`; all others are a GenerationConfig's, and only for models of transformers. `language`
-    and `task` are of Whisper.
+    `pad_token_id` stands before prompts and after ends. `input_ids` or `input_features` are the prompts, under the name
+    that a model of transformers has for them. `seed` is that of the sampling. For do_sample, temperature, top_k and
+    top_p see `Sampling`; all others are a GenerationConfig's, and only for models of transformers. `language` and
+    `task` are of Whisper.
     """
 
     eos_token_id: int | Sequence[int] | None
     pad_token_id: int | None
+    input_ids: Prompts
+    input_features: Tensor
     seed: int | None
     do_sample: bool
     temperature: float
@@ -62,6 +66,34 @@ class Options(TypedDict, total=False):
 
 # ---------------------------------------------------------------- prompts
 
+_OTHER_SHAPE = "expected an attention_mask of the shape of the prompts, or none"
+
+
+def given_of(
+    model: nn.Module, prompts: Prompts | None, mask: Mask | None, options: Options
+) -> tuple[Prompts, Tensor | None, Options]:
+    """The prompts, if need be by transformers' name of them, a tensor's mask, and the other options.
+
+    Of lists only the tokens remain that their mask does not hide.
+
+    Raises:
+        TypeError: There are no prompts, or prompts by both names.
+        ValueError: The mask has another shape than a list of prompts.
+    """
+    name = getattr(model, "main_input_name", "input_ids")
+    others = {key: value for key, value in options.items() if key != name}
+    if (prompts is None) != (name in options):
+        raise TypeError(f"expected prompts, or {name}=, and not both")
+    found: Any = options.get(name) if prompts is None else prompts
+    if mask is not None and not isinstance(found, Tensor):
+        rows, seen = rows_of(found, None), [torch.as_tensor(row, device="cpu").bool() for row in mask]
+        if [row.shape for row in rows] != [row.shape for row in seen]:
+            raise ValueError(_OTHER_SHAPE)
+        found, mask = [row[keep] for row, keep in zip(rows, seen, strict=True)], None
+    if mask is not None and not isinstance(mask, Tensor):
+        mask = torch.tensor(mask, device="cpu", dtype=torch.int64)
+    return found, mask, cast(Options, others)
+
 
 def rows_of(prompts: Prompts, mask: Tensor | None) -> list[Tensor]:
     """The prompts as int64 tensors on the CPU, without the tokens that the mask [B, T] hides.
@@ -71,7 +103,10 @@ def rows_of(prompts: Prompts, mask: Tensor | None) -> list[Tensor]:
     """
     rows = [torch.as_tensor(row, device="cpu") for row in prompts]
     if any(row.dim() != 1 or (len(row) and (row.is_floating_point() or row.dtype == torch.bool)) for row in rows):
-        raise TypeError("expected prompts as a tensor [B, T] of tokens, or a list with a sequence of tokens a prompt")
+        raise TypeError(
+            "expected prompts as a tensor [B, T] of tokens, or a list with a sequence of tokens a prompt: of one text "
+            "tokenizer([text])"
+        )
     if mask is not None:
         rows = [row[keep.bool().cpu()] for row, keep in zip(rows, mask, strict=True)]
     return [row.long() for row in rows]
@@ -87,14 +122,16 @@ def mask_of(prompts: Prompts, given: Tensor | None, pad: int | None, ends: Colle
     """
     is_tensor = isinstance(prompts, Tensor) and prompts.dim() == 2
     if given is not None and not (is_tensor and given.shape == prompts.shape):  # type: ignore[union-attr]
-        raise ValueError("attention_mask goes with a tensor of prompts of the same shape; a list needs none")
+        raise ValueError(_OTHER_SHAPE)
     mask = given
     if given is None and isinstance(prompts, Tensor) and is_tensor and pad is not None and pad not in ends:
         mask = prompts != pad
     if mask is None or bool(mask.all()):
         return None
     if not bool(mask[:, -1].all()):
-        raise ValueError("prompts are padded on the right; pad them on the left, or pass a list without padding")
+        raise ValueError(
+            "prompts are padded on the right; pad them on the left (tokenizer.padding_side = 'left'), or pass a list"
+        )
     return mask.long()
 
 
