@@ -267,7 +267,8 @@ def checkpoint(function: Callable[..., object], *args: object, keep: Keep | None
 
     Raises:
         DesyncError: Ranks of the group had different inputs. In the backward pass; on a GPU at the next call.
-        RuntimeError: In the backward pass: an input that stayed in its place was modified in place since.
+        RuntimeError: The function has modified in place an input of which no copy was kept. In the backward pass: it
+            was modified since.
         OSError: The file cannot be written, or its disk is full.
     """
     global _calls
@@ -281,6 +282,7 @@ def checkpoint(function: Callable[..., object], *args: object, keep: Keep | None
     # Without hooks torch itself sees that an input was modified in place; of those that stay beside others we do.
     moved = tensors_at if isinstance(hooks, nullcontext) else [k for k in tensors_at if keep.moves(flat[k])]
     versions = {k: flat[k]._version for k in tensors_at if k not in moved and not flat[k].is_inference()}
+    before = [(x, x._version) for x in flat if isinstance(x, Tensor) and not x.is_inference() and not keep.moves(x)]
 
     def run(*tensors: Tensor) -> object:
         if any(flat[k]._version != version for k, version in versions.items()):
@@ -297,7 +299,16 @@ def checkpoint(function: Callable[..., object], *args: object, keep: Keep | None
 
     tensors = [flat[k] for k in moved]
     with hooks:
-        return torch.utils.checkpoint.checkpoint(run, *tensors, use_reentrant=False)
+        out: object = torch.utils.checkpoint.checkpoint(run, *tensors, use_reentrant=False)
+    if any(x._version != version for x, version in before) and any(
+        isinstance(x, Tensor) and x.requires_grad for x in tree_flatten(out)[0]
+    ):
+        raise RuntimeError(
+            f"{_rank()}a checkpointed part overwrites its input, which could not be computed with again; if it begins "
+            "with an operation in place, such as nn.ReLU(inplace=True), pass inplace=False, or begin the part with the "
+            "layer before it"
+        )
+    return out
 
 
 def checkpoint_with(keep: Keep) -> Callable[..., object]:

@@ -106,6 +106,20 @@ def test_an_input_that_was_modified_in_place_is_never_computed_with_again(place:
             y.sum().backward()
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_a_part_that_overwrites_its_input_is_named(place: str, tmp_path: Path) -> None:
+    """As nn.ReLU(inplace=True) does at its beginning: in the forward pass, unless a copy of the input was kept."""
+    x, part = torch.tensor([-1.0, 2.0], requires_grad=True), nn.Sequential(nn.ReLU(inplace=True), nn.Softplus())
+    if place == "folder":
+        checkpoint(part, x * 1, keep=keep_at(place, tmp_path)).sum().backward()
+        assert torch.equal(x.grad, torch.autograd.grad(part(x * 1).sum(), x)[0])
+    else:
+        with pytest.raises(RuntimeError, match=r"overwrites its input.* inplace=False"):
+            checkpoint(part, x * 1, keep=keep_at(place, tmp_path))
+    with torch.no_grad():
+        assert torch.equal(checkpoint(part, x * 1, keep=keep_at(place, tmp_path)), part(x * 1))
+
+
 def test_another_model_keeps_its_inputs_where_it_did(tmp_path: Path) -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     keep = Keep(place=str(tmp_path))
