@@ -984,6 +984,13 @@ def test_models_that_do_not_decode() -> None:
         prompts(3),
         max_new_tokens=1,
     )
+
+    class OfPeft(nn.Sequential):
+        merge_and_unload = None
+
+    refused(
+        init_inference(OfPeft(of_transformers("llama"))), r"pass its merge_and_unload\(\)", prompts(3), max_new_tokens=1
+    )
     chunks = copy.deepcopy(of_transformers("llama"))
     chunks.config.layer_types = ["chunked_attention", "full_attention"]  # type: ignore[union-attr]
     refused(init_inference(chunks), "neither to all tokens nor over a window", prompts(3), max_new_tokens=1)

@@ -200,3 +200,12 @@ def test_the_plan_knows_the_bytes_of_a_weight(kind: type[Rows | Groups], dtype: 
     matrix = kind.quantized(torch.randn(512, 1024))
     held = sum(buffer.nbytes for name, buffer in matrix.named_buffers() if name != "ones_N")
     assert held / (512 * 1024) == pytest.approx(WEIGHT_BYTES[dtype], rel=0.01)
+
+
+def test_a_packed_table_has_the_attributes_of_an_embedding() -> None:
+    """PEFT's adapters of embeddings look their own table up with those of the layer below."""
+    table = torch.nn.Embedding(8, 16)
+    packed = ServedEmbedding(Rows.quantized(table.weight.detach()))
+    assert {name: getattr(packed, name) for name in table.__constants__} == {
+        name: getattr(table, name) for name in table.__constants__
+    }

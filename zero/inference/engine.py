@@ -389,6 +389,8 @@ class InferenceEngine:
 def why_no_decoding(model: nn.Module) -> str | None:
     """Why a model cannot decode over the cache; None if it can."""
     name, config, model = type(model).__name__, getattr(model, "config", None), decoder_of(model)
+    if hasattr(model, "merge_and_unload"):  # PEFT's
+        return f"{name} wraps the model that generates: pass its merge_and_unload(), or get_base_model() with adapters"
     missing = {cache_name(model), "position_ids", "attention_mask"} - inspect.signature(model.forward).parameters.keys()
     if missing or not getattr(model, "can_generate", lambda: True)():
         lacks = ", ".join(sorted(missing)) or "cache"

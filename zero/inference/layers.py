@@ -83,7 +83,13 @@ class ServedLinear(nn.Module):
 
 
 class ServedEmbedding(nn.Module):
-    """A packed embedding table. `weight` is in floats, for models that multiply by it."""
+    """A packed embedding table. `weight` is in floats, for models that multiply by it.
+
+    It has the attributes of an nn.Embedding, which adapters around it read.
+    """
+
+    padding_idx = max_norm = None
+    norm_type, scale_grad_by_freq, sparse = 2.0, False, False
 
     def __init__(self, matrix: Packed):
         super().__init__()
