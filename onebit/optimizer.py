@@ -307,6 +307,21 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             self._sent_factor = self.clipper.expected if is_early else 1.0
             self.placement.sums_gradients = is_early and self.model_parallel_group.whole.world_size == 1
             self._forget_sums()
+            self._begun_by = self._sends_by()
+
+    def _sends_by(self) -> list[object]:
+        """The values of the options on which what is sent depends."""
+        values = [group[name] for group in self.buckets.groups for name in self.rule.sends_by]
+        return [tuple(value) if isinstance(value, Sequence) else float(value) for value in values]
+
+    def _begins_anew(self) -> bool:
+        """Take over options that were set since the step began. Whether gradients have been sent by those before."""
+        if self._driver.state is StepState.IDLE or self._sends_by() == self._begun_by:
+            return False
+        self.rule.begin_again()
+        if self._driver.launched:
+            self.overlap.warn_of_options(self.rule.sends_by)
+        return self._driver.launched > 0
 
     @property
     def _is_delayed(self) -> bool:
@@ -368,7 +383,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self._settle_masters()
         is_first, landed = self._delayed.step is None, self._land()
         try:
-            resends = self.overlap.has_changed(scale)
+            resends = self.overlap.has_changed(scale) | self._begins_anew()
             self._begin()
             ballot = None if self.rule.is_silent() else self._send(scale, resends)
         finally:

@@ -115,6 +115,7 @@ class Rule(BucketRule[Bucket]):
         adam_names: torch.optim's names for state that has another name here.
         of_parameters: Entries of `record` that concern single parameters.
         can_be_delayed: Whether the frames that were sent are all there is to a step under way.
+        sends_by: Options of a group on which what is sent depends, as numbers or tuples of them.
         common: Names of the flat state that a newcomer copies: what `Replicated.take` overwrites, then what steps in
             one bit do not change.
         placement: Exchanges buckets.
@@ -127,6 +128,7 @@ class Rule(BucketRule[Bucket]):
     adam_names: ClassVar[Mapping[str, str]] = {}
     of_parameters: ClassVar[tuple[str, ...]] = ()
     can_be_delayed: ClassVar[bool] = False
+    sends_by: ClassVar[tuple[str, ...]] = ("betas",)
     common: ClassVar[tuple[str, ...]] = ()
 
     placement: Replicated
@@ -156,6 +158,9 @@ class Rule(BucketRule[Bucket]):
     @abstractmethod
     def averages_gradients(self, bucket: Bucket) -> bool:
         """Whether the bucket's step exchanges gradients."""
+
+    def begin_again(self) -> None:
+        """Take over options `sends_by` that were set after the step had begun. Its kind stays if ranks exchange."""
 
     def send_again(self, bucket: Bucket, sent: Tensor) -> BucketStep:
         """The rest of a compressed step for which these frames were sent. In a rule that can be delayed.

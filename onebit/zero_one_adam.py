@@ -38,6 +38,7 @@ class ZeroOneRule(Rule):
     """0/1 Adam's steps, of a kind that `VarianceUpdates` and `Synchronisations` choose. Mathematics: `ZeroOneAdam`."""
 
     kind = "0/1 Adam"
+    sends_by = ("lr", "betas")
     common: ClassVar[tuple[str, ...]] = ("exp_avg_update", "exp_avg_sq")
     adam_names: ClassVar = {"exp_avg_update": "exp_avg"}  # m/D has another name: torch's AdamW would take it for m
     of_parameters = ("parameters", "waiting")
@@ -92,6 +93,11 @@ class ZeroOneRule(Rule):
             return _LOCAL
         moves = any(w > 0.0 for w in self._weights) or any(w > 0.0 for w in self._accumulated_weight)
         return _SYNC if moves else _IDLE if interval == 1 else _LOCAL
+
+    def begin_again(self) -> None:
+        if self.is_silent():  # on all ranks: none has sent anything
+            self.begin_step()
+        self._weights = [self._weight(g) for g in range(len(self.steps))]
 
     @property
     def _seen_steps(self) -> int:

@@ -164,6 +164,17 @@ class Overlap:
         is_scaled = bool(self._sent) and scale != 1.0  # the scale is known too late
         return bool(changed) or is_edited_unseen or is_scaled
 
+    def warn_of_options(self, names: Sequence[str]) -> None:
+        """Warn, once, that options of these names were set after backward had sent gradients by them."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "rank %d: %s of a group were set after backward had sent gradients by them: all buckets are sent once "
+                "more. Set them before the backward pass, or construct with overlap=False",
+                self._rank,
+                " or ".join(names),
+            )
+
     def count_resent(self, ranks: Sequence[int]) -> None:
         """Count a step that was sent twice. All ranks, with the same list.
 

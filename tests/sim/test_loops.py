@@ -151,6 +151,46 @@ def test_gradients_edited_late_are_sent_once_more_and_then_in_step(caplog: pytes
     assert "gradients of rank [1] changed" in caplog.text
 
 
+def set_rate(group: dict, step: int) -> None:
+    group["lr"] = 0.01 / (1 + step)
+
+
+def set_rate_tensor(group: dict, step: int) -> None:
+    group["lr"] = torch.tensor(0.01 / (1 + step))
+
+
+def set_betas(group: dict, step: int) -> None:
+    group["betas"] = (0.85 + 0.01 * step, 0.99)
+
+
+@pytest.mark.parametrize("set_option", [set_rate, set_rate_tensor, set_betas])
+@pytest.mark.parametrize("name", FAMILY)
+def test_options_set_after_backward_are_those_of_the_step(
+    name: str, set_option: Callable[[dict, int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As without overlap; many loops set them just before step(). Buckets that have left are sent once more if need be.
+
+    With 0/1 Adam a step without exchange begins anew, too.
+    """
+
+    def ours(transport: SimTransport, overlap: bool) -> tuple[Tensor, int]:
+        net, optimizer = fresh(transport, name, bucket_cap_mb=0.004, overlap=overlap)
+        for step in range(9):
+            optimizer.zero_grad()
+            loss_of(net, step, transport.rank).backward()
+            for group in optimizer.param_groups:
+                set_option(group, step)
+            optimizer.step()
+        return flat(net), optimizer.stats.resent_steps
+
+    with caplog.at_level(logging.WARNING):
+        found, plain = (run_ranks(2, lambda transport, on=on: ours(transport, on)) for on in (True, False))
+    for (weights, resent), (expected, _) in zip(found, plain, strict=True):
+        assert torch.equal(weights, expected)
+        assert resent == 0 or "were set after backward had sent gradients by them" in caplog.text
+        assert resent == 0 or set_option is set_betas or name == "ZeroOneAdam"
+
+
 @pytest.mark.parametrize(("name", "early_from"), [("OnebitAdam", 7), *((name, 1) for name in FAMILY)])
 def test_gradients_edited_behind_torchs_back_are_found(
     name: str, early_from: int, caplog: pytest.LogCaptureFixture
