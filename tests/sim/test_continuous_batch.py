@@ -18,6 +18,8 @@ from onebit.zero import ContinuousBatch, InferenceEngine, init_inference
 from onebit.zero.inference.batch import Request
 from onebit.zero.inference.cache import StaticCache
 
+KINDS = (*OTHERS, "gpt neo")
+
 
 def answers(batch: ContinuousBatch, requests: list[Request], most_steps: int = 2000) -> list[Tensor]:
     """Step until all of these have ended."""
@@ -42,7 +44,7 @@ def count_tokens(engine: InferenceEngine) -> list[int]:
 
 @pytest.mark.parametrize(
     ("kind", "rows", "chunk"),
-    [*(("gpt", *of) for of in ((1, 4), (3, 4), (4, 100))), *(pytest.param(k, 3, 4, marks=SLOW) for k in OTHERS)],
+    [*(("gpt", *of) for of in ((1, 4), (3, 4), (4, 100))), *(pytest.param(k, 3, 4, marks=SLOW) for k in KINDS)],
 )
 def test_each_is_answered_as_alone(kind: str, rows: int, chunk: int) -> None:
     """Prompts of one token, of a chunk, of more, and such as fill a row to its last slot."""
@@ -111,7 +113,7 @@ def test_a_long_prompt_does_not_stop_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "chunk"), [("gpt", 4), ("gpt", 100), *(pytest.param(k, 4, marks=SLOW) for k in OTHERS)]
+    ("kind", "chunk"), [("gpt", 4), ("gpt", 100), *(pytest.param(k, 4, marks=SLOW) for k in KINDS)]
 )
 def test_what_a_row_has_is_not_computed_again(kind: str, chunk: int) -> None:
     """One request after the other: a shared beginning, a prompt once more, one that is a part of it, and a next turn.

@@ -89,6 +89,10 @@ def of_transformers(kind: str) -> nn.Module:
     if kind == "gpt2":
         config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=64, **ids)
         return transformers.GPT2LMHeadModel(config).eval()
+    if kind == "gpt neo":
+        neo = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 6}
+        config = transformers.GPTNeoConfig(hidden_size=64, max_position_embeddings=64, **neo, **ids)
+        return transformers.GPTNeoForCausalLM(config).eval()
     if kind == "opt":
         opt = {"ffn_dim": 128, "word_embed_proj_dim": 64, "max_position_embeddings": 64}
         return transformers.OPTForCausalLM(transformers.OPTConfig(**shape, **opt, **ids)).eval()

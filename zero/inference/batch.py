@@ -28,11 +28,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...comm import PeerError
 from .cache import Source, StaticCache
@@ -42,7 +43,7 @@ from .initializing import a_few_tokens, distance, tolerance
 from .requests import Choice, Options, choice_of, ends_of, rows_of, start_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from typing_extensions import Unpack
 
@@ -195,6 +196,7 @@ class ContinuousBatch:
         self._encoded: Source | None = None  # of the request whose prompt the next pass reads
         self._sources = SourceRows(rows, engine.slots) if engine.has_encoder else None
         self._message = torch.zeros(4 + rows + max(rows, self._chunk), dtype=torch.int64, device=engine.device)
+        _window_by_row(engine.module)
         if engine.has_encoder:
             place_by_row(engine.module)
             self._check_rows()
@@ -528,6 +530,28 @@ class ContinuousBatch:
                 f"{name} gives rows of unlike positions other outputs in one pass than each alone (off by {off:.2g} of "
                 "the largest output): call engine.generate() with a batch of inputs"
             )
+
+
+def _window_by_row(model: nn.Module) -> None:
+    """Make GPT-Neo's windows follow rows at unlike positions: they begin at the last slot of a pass, for all rows.
+
+    Changes nothing of passes in which all rows have the same slots.
+    """
+    for module in map(partial(cast, Any), model.modules()):
+        if getattr(module, "attention_type", None) == "local" and isinstance(getattr(module, "bias", None), Tensor):
+            module.forward = partial(_see_window, module.config.window_size, type(module).forward, module)
+            module.bias = torch.ones_like(module.bias[..., :1, :1]).expand_as(module.bias)  # it hides nothing itself
+
+
+def _see_window(
+    window: int, forward: Callable[..., object], module: nn.Module, x: Tensor, attention_mask: Tensor, **named: object
+) -> object:
+    """A layer's forward pass whose tokens see their own slot, the last that the mask shows, and those before it."""
+    at_S = torch.arange(attention_mask.shape[-1], device=x.device)
+    own_B1T1 = at_S.masked_fill(attention_mask < 0, 0).amax(-1, keepdim=True)
+    is_outside = at_S <= own_B1T1 - window
+    attention_mask = attention_mask.masked_fill(is_outside, torch.finfo(attention_mask.dtype).min)
+    return forward(module, x, attention_mask=attention_mask, **named)
 
 
 def _in_common(tokens: Tensor, others: Tensor) -> int:
