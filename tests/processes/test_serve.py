@@ -51,6 +51,30 @@ def test_pieces_are_the_text_before_the_first_stop(text: str, stops: list[str]) 
     assert seen == expected and pieces.is_stopped == (expected != text)
 
 
+WORDS = ["<s>", " Once", " upon", "on", "\u00e9", "!"]
+
+
+def of_words(tokens: list[int]) -> str:
+    """As Llama's tokenizers decode: a text begins without the space of its first word. Token 0 is special."""
+    return "".join(WORDS[token] for token in tokens if token).removeprefix(" ")
+
+
+@pytest.mark.parametrize("prompt", [[], [0], [0, 1], [0, 1, 3], [2, 0], [5]])
+@pytest.mark.parametrize("answer", [[2, 3], [3, 2], [5, 1], [0, 1]])
+def test_an_answer_goes_on_where_its_prompt_ends(prompt: list[int], answer: list[int]) -> None:
+    pieces, seen = Text(of_words, after=prompt), ""
+    for n in range(1, len(answer) + 1):
+        seen += pieces.piece(answer[:n], is_last=n == len(answer))
+    assert of_words(prompt) + seen == of_words(prompt + answer)
+
+
+def test_a_prompt_in_parts_of_characters_is_followed_by_whole_ones() -> None:
+    """Whatever part of a character the prompt's last token is, and if it is none at all."""
+    prompt = list("x 🙂".encode())
+    for end in range(len(prompt) + 1):
+        assert Text(of_bytes, after=prompt[:end]).piece(list(b" on"), is_last=True) == " on"
+
+
 def test_half_a_character_at_the_end_is_shown() -> None:
     pieces = Text(of_bytes)
     tokens = list("é".encode())[:1]
@@ -113,6 +137,16 @@ def eventually(holds: object, within_s: float = 10.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def test_a_completion_goes_on_and_a_chat_begins(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whole answers and streams: the tokens after which their texts are decoded."""
+    after: list[list[int]] = []
+    monkeypatch.setattr(app, "Text", lambda *of: after.append(list(of[2])) or Text(*of))
+    for stream in (False, True):
+        server.post(prompt="Once", max_tokens=1, stream=stream)
+        server.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], max_tokens=1, stream=stream)
+    assert after == [list(b"Once"), []] * 2
 
 
 def test_an_answer_whole_and_in_pieces(server: Server) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -200,7 +200,9 @@ def make_app(served: Served, worker: Worker, limits: Limits, token: str | None) 
             tokens = served.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
         except (ValueError, TypeError) as error:  # a text that is no Unicode
             raise _Refusal(400, f"prompt: {error}") from error
-        return await _answer(asked, tokens, asked.max_tokens or 16, request)
+        # An encoder-decoder's answer is a text of its own, and so is that of a chat.
+        after = [] if worker.batch.engine.has_encoder else tokens
+        return await _answer(asked, tokens, asked.max_tokens or 16, request, after)
 
     @app.post("/v1/chat/completions")
     async def _(asked: Chat, request: Request) -> Response:
@@ -215,7 +217,9 @@ def make_app(served: Served, worker: Worker, limits: Limits, token: str | None) 
         most = asked.max_completion_tokens or asked.max_tokens or max(1, served.slots - held)
         return await _answer(asked, tokens, most, request)
 
-    async def _answer(asked: Completion | Chat, tokens: list[int], most: int, request: Request) -> Response:
+    async def _answer(
+        asked: Completion | Chat, tokens: list[int], most: int, request: Request, after: Sequence[int] = ()
+    ) -> Response:
         if asked.model not in (None, served.name):
             raise _Refusal(404, f"model: this server has {served.name}, not {asked.model}")
         if asked.stream_options is not None and not asked.stream:
@@ -233,7 +237,7 @@ def make_app(served: Served, worker: Worker, limits: Limits, token: str | None) 
             raise _Refusal(503, str(error), "server_error") from error
         except (ValueError, TypeError) as error:
             raise _Refusal(400, str(error)) from error
-        text = Text(served.decode, asked.stops())
+        text = Text(served.decode, asked.stops(), after)
         form, about = _FORMS[type(asked)], {"id": f"onebit-{uuid.uuid4().hex}", "created": int(time.time())}
         about["model"] = served.name
         pieces = _pieces(answer, news, text, request)

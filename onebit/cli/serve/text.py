@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 HALF = "\ufffd"
 """What a decoder writes for bytes that are no character yet."""
 
+_MOST_BEFORE = 8
+"""Tokens among which the last whole character of a prompt is looked for."""
+
 
 class Text:
     """The text of an answer, piece by piece.
@@ -15,8 +18,18 @@ class Text:
         is_stopped: A stop string has come; the text ends before it.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = (), after: Sequence[int] = ()):
+        """
+        Args:
+            decode: Tokens to text.
+            stops: Strings that end the text.
+            after: The tokens of a text that goes on in this one. Decoders treat a beginning in another way: those of
+                Llama drop its space. Default (): the text is one of its own.
+        """
         self._decode, self._stops = decode, [stop for stop in stops if stop]
+        ends = (list(after[-n:]) for n in range(1, min(len(after), _MOST_BEFORE) + 1))
+        self._before = next((end for end in ends if (text := decode(end)) and HALF not in text), [])
+        self._skipped = len(decode(self._before)) if self._before else 0
         self._given = 0
         self.is_stopped = False
 
@@ -28,7 +41,7 @@ class Text:
         """
         if self.is_stopped:
             return ""
-        whole = self._decode(tokens)
+        whole = self._decode(self._before + tokens)[self._skipped :]
         if found := [at for stop in self._stops if (at := whole.find(stop)) >= 0]:
             self.is_stopped, whole = True, whole[: min(found)]
         elif not is_last:
