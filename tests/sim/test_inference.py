@@ -955,6 +955,16 @@ def test_an_answer_holds_all_tokens_whatever_the_type_of_the_prompt(dtype: torch
     assert int(expected.max()) > 127 and found.dtype == torch.int64 and torch.equal(found, expected)
 
 
+def test_what_only_the_model_has_is_named() -> None:
+    """Scripts for DeepSpeed put its engine in the place of the model, as in a pipeline of transformers."""
+    engine = init_inference(gpt())
+    with pytest.raises(AttributeError, match=r"has no parameters; its module has: engine\.module\.parameters"):
+        engine.parameters()
+    with pytest.raises(AttributeError, match=r"InferenceEngine has no frobnicate$"):
+        engine.frobnicate()
+    assert copy.copy(engine).module is engine.module
+
+
 def test_requests_that_cannot_be_answered() -> None:
     engine = init_inference(gpt(), max_out_tokens=32)
     refused(engine, r"a prompt of 30 tokens and 3 new ones do not fit into the cache of 32: .* up to the 64",

@@ -18,7 +18,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,11 @@ class InferenceEngine:
     def __call__(self, *inputs: object, **named: object) -> Any:
         self._check_call(inputs, named)
         return self.ranks.share(self.module(*inputs, **named))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        about = f"{type(self).__name__} has no {name}"
+        module = vars(self).get("module")
+        raise AttributeError(f"{about}; its module has: engine.module.{name}" if hasattr(module, name) else about)
 
     def _check_call(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
         if self.before_first_call is not None:
