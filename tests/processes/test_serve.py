@@ -21,6 +21,7 @@ from onebit.zero import ContinuousBatch, init_inference
 pytest.importorskip("fastapi", reason="pip install onebit[serve]")
 httpx = pytest.importorskip("httpx")
 uvicorn = pytest.importorskip("uvicorn")
+responses = pytest.importorskip("fastapi.responses")
 
 from onebit.cli.serve import app  # noqa: E402
 from onebit.cli.serve.app import Limits, Served, make_app  # noqa: E402
@@ -388,6 +389,26 @@ def test_a_connection_that_reads_nothing_ends(path: str) -> None:
             connection.sendall((page * 8 if path == "/" else head + body).encode())
             assert eventually(lambda: server.connections)
             assert eventually(lambda: not server.connections and not server.batch.running, within_s=5)
+    finally:
+        server.close()
+
+
+def test_a_connection_that_reads_slowly_gets_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes several times as long as a connection may read nothing."""
+    whole = "x" * 2**15
+    monkeypatch.setattr(app, "HTMLResponse", lambda page: responses.HTMLResponse(whole))
+    server = Server(limits=Limits(read_s=0.4), token=None)
+    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    try:
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.connect(server.address)
+            connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            found = b""
+            while part := connection.recv(2048):
+                found += part
+                time.sleep(0.1)
+        assert found.endswith(whole.encode())
     finally:
         server.close()
 

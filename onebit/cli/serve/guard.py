@@ -18,10 +18,11 @@ OPEN = ("/", "/health")
 
 
 class Punctual(H11Protocol):
-    """A connection that ends if the other side takes more than `timeout_keep_alive` seconds.
+    """A connection that ends if the other side keeps it waiting for more than `timeout_keep_alive` seconds.
 
-    It has this time for the headers of a request, and to read what is ready to be sent. uvicorn would wait for both for
-    ever: `Guard` sees a request after its headers have come, and an answer is not asked for while none of it is read.
+    It has this time for the headers of a request, and to read some of what is ready to be sent. uvicorn would wait for
+    both for ever: `Guard` sees a request after its headers have come, and an answer is not asked for while none of it
+    is read.
     """
 
     _late: asyncio.TimerHandle | None = None
@@ -34,12 +35,22 @@ class Punctual(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+        self._await_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
+
+    def _await_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(self.timeout_keep_alive, self._look_for_reader, unread)
+
+    def _look_for_reader(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() < before:
+            self._await_reader()
+        else:
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
