@@ -4,6 +4,7 @@
 
 namespace sign {
 #include "sign_blocks.inl"
+#include "down_blocks.inl"
 #include "sign_fused.inl"
 }
 namespace int8 {
@@ -48,10 +49,11 @@ struct Code {
   }
 };
 #include "step_blocks.inl"
+#include "down_blocks.inl"
 }
 
 namespace log4 {
 #include "log4_blocks.inl"
 }
 
-constexpr Kernels kernels{sign::kernel, int8::kernel, int4::kernel, log4::kernel, sign::fused};
+constexpr Kernels kernels{sign::kernel, int8::kernel, int4::kernel, log4::kernel, sign::down, int4::down, sign::fused};

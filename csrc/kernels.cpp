@@ -151,6 +151,19 @@ struct CorrectionJob {
   int64_t block;
 };
 
+// Masters of a chunk and the frame of what their replicas lack: rule 13. Replicas are tensors in its blocks.
+struct MastersJob {
+  const float* update;
+  float* masters;
+  PointersJob replicas;
+  const int32_t* counts;
+  uint8_t* frame;
+  float weight, keep;
+  int64_t J;
+  int64_t block;
+  bool mean_abs;  // of the sign frame
+};
+
 // Sums of g² and g·(m·D) of each block: rule 12.
 struct SumsJob {
   PointersJob grads;
@@ -218,12 +231,17 @@ struct Kernel {
   void (*decode_mean)(const DecodeMeanJob&, int64_t begin, int64_t end);
 };
 
+// The same, for frames that come down from the owners of chunks.
+struct Down {
+  void (*apply)(const ApplyJob&, int64_t begin, int64_t end);
+  void (*step_masters)(const MastersJob&, int64_t begin, int64_t end);
+};
+
 // The same, for what surrounds sign frames.
 struct Fused {
   void (*encode_mean)(const EncodeMeanJob&, int64_t begin, int64_t end);
   void (*encode_momentum)(const MomentumJob&, int64_t begin, int64_t end);
   void (*encode_gradients)(const GradientJob&, int64_t begin, int64_t end);
-  void (*apply)(const ApplyJob&, int64_t begin, int64_t end);
   void (*local_step)(const LocalJob&, int64_t begin, int64_t end);
   void (*owner_step)(const OwnerJob&, int64_t begin, int64_t end);
   void (*correct_residual)(const CorrectionJob&, int64_t begin, int64_t end);
@@ -233,6 +251,7 @@ struct Fused {
 // Of one instruction set.
 struct Kernels {
   Kernel sign, int8, int4, log4;
+  Down sign_down, int4_down;
   Fused fused;
 };
 
@@ -300,7 +319,7 @@ void encode_rows(const Kernel& kernel, const EncodeJob& job, int64_t K, int64_t 
 }  // namespace
 
 // Raise it together with cpu.py's when a signature or a frame changes: a library built from older sources is then refused.
-ONEBIT_API int onebit_abi_version() { return 10; }
+ONEBIT_API int onebit_abi_version() { return 11; }
 
 ONEBIT_API int onebit_best_isa() { return best_isa(); }
 
@@ -422,16 +441,33 @@ ONEBIT_API int onebit_sign_encode_gradients(void* const* grads, const int32_t* g
   return 0;
 }
 
-ONEBIT_API int onebit_sign_apply(const uint8_t* frames, int64_t frame_stride, int64_t K, int64_t J, int64_t block,
-                                 void* const* params, const int32_t* param_kinds, const int64_t* first,
-                                 const int64_t* numels, int64_t segments, const float* weight, const float* keep, int isa,
-                                 int threads) {
-  const Kernels* kernels = kernels_for(isa);
-  if (!kernels) return 1;
-  const ApplyJob job{frames, frame_stride, J, block, {params, param_kinds, first, numels, segments}, weight, keep};
-  run(kernels->fused.apply, job, K * J, threads);
-  return 0;
-}
+// apply and step_masters of a frame with this number of bits for each element.
+#define ONEBIT_DOWN(frame_name, bits)                                                                                   \
+  ONEBIT_API int onebit_##frame_name##_apply(const uint8_t* frames, int64_t frame_stride, int64_t K, int64_t J,         \
+                                             int64_t block, void* const* params, const int32_t* param_kinds,            \
+                                             const int64_t* first, const int64_t* numels, int64_t segments,             \
+                                             const float* weight, const float* keep, int isa, int threads) {            \
+    const Kernels* kernels = kernels_for(isa);                                                                          \
+    if (!kernels) return 1;                                                                                             \
+    const ApplyJob job{frames, frame_stride, J, block, {params, param_kinds, first, numels, segments}, weight, keep};   \
+    run(kernels->frame_name##_down.apply, job, K * J, threads);                                                         \
+    return 0;                                                                                                           \
+  }                                                                                                                     \
+  ONEBIT_API int onebit_##frame_name##_step_masters(                                                                    \
+      const float* update, float* masters, void* const* replicas, const int32_t* replica_kinds, const int64_t* first,   \
+      const int64_t* numels, int64_t segments, const int32_t* counts, uint8_t* frame, int64_t frame_bytes,              \
+      double weight, double keep, int64_t J, int64_t block, int mean_abs, int isa, int threads) {                       \
+    const Kernels* kernels = kernels_for(isa);                                                                          \
+    if (!kernels) return 1;                                                                                             \
+    const MastersJob job{update, masters, {replicas, replica_kinds, first, numels, segments}, counts, frame,            \
+                         static_cast<float>(weight), static_cast<float>(keep), J, block, mean_abs != 0};                \
+    clear_tails(frame, 0, 1, frame_bytes, J * block * bits / 8 + 2 * J);                                                \
+    run(kernels->frame_name##_down.step_masters, job, J, threads);                                                      \
+    return 0;                                                                                                           \
+  }
+
+ONEBIT_DOWN(sign, 1)
+ONEBIT_DOWN(int4, 4)
 
 ONEBIT_API int onebit_local_step(void* const* grads, const int32_t* grad_kinds, const int64_t* first,
                                  const int64_t* numels, int64_t segments, void* const* params,

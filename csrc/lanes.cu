@@ -171,6 +171,23 @@ __device__ __forceinline__ void clear_tail(u8* frame, i64 used_bytes, i64 frame_
     reinterpret_cast<u16*>(frame + used_bytes)[lane()] = 0;
 }
 
+// Tensors in place: segment s begins with block first[s]; owners: the segment of each block, -1 for none.
+struct Pointers {
+  const int* owners;
+  const i64* data;   // S addresses, followed by their kinds
+  const i64* first;  // followed by the lengths
+  int S;
+
+  __device__ __forceinline__ int kind(int s) const { return static_cast<int>(data[S + s]); }
+  // Elements of segment s before block b.
+  __device__ __forceinline__ i64 start(int s, u32 b) const { return (static_cast<i64>(b) - first[s]) * kBlock; }
+  // Elements of block b that are there.
+  __device__ __forceinline__ int left(int s, u32 b) const {
+    const i64 left = first[S + s] - start(s, b);
+    return left < kBlock ? static_cast<int>(left) : kBlock;
+  }
+};
+
 }  // namespace
 
 #define ONEBIT_KERNEL extern "C" __global__ void __launch_bounds__(kThreads)

@@ -13,23 +13,6 @@ __device__ __forceinline__ float sum_in_halves(float lane_sum) {
   return lane_sum;
 }
 
-// Tensors in place: segment s begins with block first[s]; owners: the segment of each block, -1 for none.
-struct Pointers {
-  const int* owners;
-  const i64* data;   // S addresses, followed by their kinds
-  const i64* first;  // followed by the lengths
-  int S;
-
-  __device__ __forceinline__ int kind(int s) const { return static_cast<int>(data[S + s]); }
-  // Elements of segment s before block b.
-  __device__ __forceinline__ i64 start(int s, u32 b) const { return (static_cast<i64>(b) - first[s]) * kBlock; }
-  // Elements of block b that are there.
-  __device__ __forceinline__ int left(int s, u32 b) const {
-    const i64 left = first[S + s] - start(s, b);
-    return left < kBlock ? static_cast<int>(left) : kBlock;
-  }
-};
-
 __device__ __forceinline__ const u16* scale_of(const u8* frame, u32 J, u32 j) {
   return reinterpret_cast<const u16*>(frame + J * kBitBytes) + j;
 }
@@ -536,7 +519,7 @@ ONEBIT_KERNEL sign_encode_mean(const u8* received, i64 received_stride, i64 K, f
                           at.inside};                                                                                    \
     clear_tail(frame, J * (sign::kBitBytes + 2), frame_bytes, at, J);                                                    \
     sign::MomentumSource<PACKED, VARIANCE> source;                                                                       \
-    const sign::Pointers tensors{owners, grads, first, static_cast<int>(S)};                                                   \
+    const Pointers tensors{owners, grads, first, static_cast<int>(S)};                                                   \
     const int s = owners[at.b];                                                                                          \
     source.grad_kind = s < 0 ? kNone : tensors.kind(s);                                                                  \
     source.grad = s < 0 ? nullptr : reinterpret_cast<const void*>(grads[s]);                                             \
@@ -581,7 +564,7 @@ ONEBIT_ENCODE_MOMENTUM(sign_encode_momentum_packed_variance, true, true)
                           at.inside};                                                                                    \
     clear_tail(frame, J * (sign::kBitBytes + 2), frame_bytes, at, J);                                                    \
     sign::GradientSource source;                                                                                         \
-    const sign::Pointers tensors{owners, grads, first, static_cast<int>(S)};                                             \
+    const Pointers tensors{owners, grads, first, static_cast<int>(S)};                                             \
     const int s = owners[at.b];                                                                                          \
     source.kind = s < 0 ? kNone : tensors.kind(s);                                                                       \
     source.grad = s < 0 ? nullptr : reinterpret_cast<const void*>(grads[s]);                                             \
@@ -599,7 +582,7 @@ ONEBIT_KERNEL sign_apply(const u8* frames, i64 frame_stride, i64 K, i64 J, const
   const Place at(static_cast<u32>(K * J), static_cast<u32>(J));
   const int s = owners[at.b];
   if (!at.inside || s < 0) return;
-  const sign::Pointers tensors{owners, params, first, static_cast<int>(S)};
+  const Pointers tensors{owners, params, first, static_cast<int>(S)};
   const int kind = tensors.kind(s), left = tensors.left(s, at.b);
   if (kind == kNone) return;
   void* p = reinterpret_cast<void*>(params[s]);
@@ -709,8 +692,8 @@ ONEBIT_KERNEL sign_owner_step(const u8* received, i64 received_stride, i64 K, i6
     if (!at.inside) return;                                                                                              \
     const i64 flat = static_cast<i64>(at.b) * kBlock;                                                                    \
     const int s = owners[at.b];                                                                                          \
-    const sign::Pointers tensors{owners, grads, first, static_cast<int>(S)};                                             \
-    const sign::Pointers written{owners, params, first, static_cast<int>(S)};                                            \
+    const Pointers tensors{owners, grads, first, static_cast<int>(S)};                                             \
+    const Pointers written{owners, params, first, static_cast<int>(S)};                                            \
     const i64 start = s < 0 ? 0 : tensors.start(s, at.b);                                                                \
     const int left = s < 0 ? 0 : tensors.left(s, at.b);                                                                  \
     const int kind = s < 0 ? kNone : written.kind(s);                                                                    \
@@ -741,7 +724,7 @@ ONEBIT_LOCAL_STEP(local_step_variance, true)
     const int s = owners[at.b];                                                                                         \
     if (!at.inside || s < 0) return;                                                                                    \
     const i64 flat = static_cast<i64>(at.b) * kBlock;                                                                   \
-    const sign::Pointers tensors{owners, grads, first, static_cast<int>(S)};                                            \
+    const Pointers tensors{owners, grads, first, static_cast<int>(S)};                                            \
     sign::MomentumSource<false, VARIANCE> source;                                                                       \
     source.grad_kind = tensors.kind(s), source.grad = reinterpret_cast<const void*>(grads[s]);                          \
     source.grad_at = tensors.start(s, at.b), source.grad_left = tensors.left(s, at.b);                                  \
@@ -763,7 +746,7 @@ ONEBIT_CORRECT_RESIDUAL(correct_residual_variance, true)
     const Place at(static_cast<u32>(K * J), static_cast<u32>(J));                                                       \
     const i64 flat = static_cast<i64>(at.b) * kBlock;                                                                   \
     const int s = owners[at.b];                                                                                         \
-    const sign::Pointers tensors{owners, grads, first, static_cast<int>(S)};                                            \
+    const Pointers tensors{owners, grads, first, static_cast<int>(S)};                                            \
     sign::MomentumSource<PACKED, VARIANCE> source;                                                                      \
     source.grad_kind = s < 0 ? kNone : tensors.kind(s);                                                                 \
     source.grad = s < 0 ? nullptr : reinterpret_cast<const void*>(grads[s]);                                            \

@@ -117,3 +117,26 @@ ONEBIT_TARGET void decode_mean(const DecodeMeanJob& job, int64_t begin, int64_t 
 }
 
 constexpr Kernel kernel{encode, decode, decode_mean};
+
+constexpr int64_t code_bytes(int64_t elements) { return elements / 8; }
+
+ONEBIT_TARGET inline Lanes value_at(const uint8_t* bits, Lanes plus, Lanes minus, int64_t i) {
+  return Lanes::select(load_u16(bits + i / 8), minus, plus);
+}
+
+// weight·value of each element of a block.
+struct Weighted {
+  const uint8_t* codes;
+  Lanes plus, minus;
+
+  ONEBIT_TARGET Weighted(const uint8_t* codes, Lanes scale, Lanes weight)
+      : codes(codes), plus(scale * weight), minus(scale.negated() * weight) {}
+  ONEBIT_TARGET Lanes operator()(int64_t i) const { return value_at(codes, plus, minus, i); }
+};
+
+// The frame of one block of c, which becomes the residual.
+ONEBIT_TARGET inline void encode_values(float* c, int64_t block, int32_t count, bool mean_abs, uint8_t* codes,
+                                        uint8_t* scale) {
+  mean_abs ? encode_block<NoError, true, true>(c, nullptr, 0, block, count, codes, scale)
+           : encode_block<NoError, false, true>(c, nullptr, 0, block, count, codes, scale);
+}

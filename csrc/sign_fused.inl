@@ -1,18 +1,5 @@
-// What surrounds the sign frame in an optimizer's step, in one pass over memory each: rules 6 to 11 of
+// What surrounds the sign frame in an optimizer's step, in one pass over memory each: rules 6 and 8 to 12 of
 // comm/kernels/reference.py over `Lanes`. Included by kernels.cpp once per instruction set, after sign_blocks.inl.
-
-// What is added up in c, at element `at` of the flat rows, and where its residual goes: floats or bfloat16 or nothing.
-ONEBIT_TARGET inline Lanes load_as(const void* from, FloatKind kind, int64_t at) {
-  if (kind == FloatKind::kFloat32) return Lanes::load(static_cast<const float*>(from) + at);
-  return Lanes::load_bf16(static_cast<const uint16_t*>(from) + at);
-}
-
-ONEBIT_TARGET inline void store_as(void* to, FloatKind kind, int64_t at, Lanes lanes) {
-  if (kind == FloatKind::kFloat32)
-    lanes.store(static_cast<float*>(to) + at);
-  else
-    lanes.store_bf16(static_cast<uint16_t*>(to) + at);
-}
 
 // How many elements ahead of the arithmetic memory is fetched. The processor's own fetching begins anew at each page, and
 // three or four tensors have a new page every few blocks: encode_momentum took 1.5 to 1.9 times as long as torch.addcmul,
@@ -25,10 +12,6 @@ ONEBIT_TARGET inline void fetch(const void* from, FloatKind kind, int64_t at) {
     __builtin_prefetch(static_cast<const float*>(from) + at);
   else if (kind != FloatKind::kNone)
     __builtin_prefetch(static_cast<const uint16_t*>(from) + at);
-}
-
-ONEBIT_TARGET inline Lanes value_at(const uint8_t* bits, Lanes plus, Lanes minus, int64_t i) {
-  return Lanes::select(load_u16(bits + i / 8), minus, plus);
 }
 
 // One block of c = source(i) + error, i counting its elements; kept in `c`, which stays in the nearest cache, between the
@@ -148,19 +131,6 @@ struct MomentumSource {
   }
 };
 
-// The part of tensor s in block b, readable up to the block's end; `room` takes a copy of a short tail.
-ONEBIT_TARGET inline const void* block_of(const PointersJob& tensors, int64_t s, int64_t b, int64_t block, float* room) {
-  const FloatKind kind = static_cast<FloatKind>(tensors.kinds[s]);
-  if (kind == FloatKind::kNone) return nullptr;
-  const int64_t size = kind == FloatKind::kFloat32 ? 4 : 2, start = (b - tensors.first[s]) * block;
-  const char* from = static_cast<const char*>(tensors.data[s]) + start * size;
-  const int64_t left = tensors.numels[s] - start;
-  if (left >= block) return from;
-  std::memset(room, 0, block * sizeof(float));
-  std::memcpy(room, from, left * size);
-  return room;
-}
-
 // Sums of g² and g·(m·D) over the block that the source has entered.
 ONEBIT_TARGET inline void sum_block(const MomentumSource& source, int64_t block, float* sums) {
   Lanes squares = Lanes::splat(0.0f), products = squares;
@@ -215,32 +185,6 @@ ONEBIT_TARGET void encode_gradients(const GradientJob& job, int64_t begin, int64
     source.kind = segment.is_inside() ? static_cast<FloatKind>(job.grads.kinds[segment.s]) : FloatKind::kNone;
     source.grad = segment.is_inside() ? block_of(job.grads, segment.s, b, block, room) : nullptr;
     encode_from(source, job.to, at.k, at.j, c);
-  }
-}
-
-ONEBIT_TARGET void apply(const ApplyJob& job, int64_t begin, int64_t end) {
-  const int64_t block = job.block;
-  std::vector<float> room(block);
-  BlockAt at(begin, job.J);
-  SegmentAt segment(job.params, begin, block);
-  for (int64_t b = begin; b < end; ++b, at.next(), segment.next()) {
-    if (!segment.is_inside()) continue;
-    const int64_t s = segment.s;
-    const FloatKind kind = static_cast<FloatKind>(job.params.kinds[s]);
-    if (kind == FloatKind::kNone) continue;
-    const uint8_t* frame = job.frames + at.k * job.frame_stride;
-    const uint8_t* bits = frame + at.j * (block / 8);
-    const Lanes scale = Lanes::splat(float_from_bf16(load_u16(frame + job.J * (block / 8) + 2 * at.j)));
-    const Lanes weight = Lanes::splat(job.weight[s]), keep = Lanes::splat(job.keep[s]);
-    const Lanes plus = scale * weight, minus = scale.negated() * weight;
-    const int64_t size = kind == FloatKind::kFloat32 ? 4 : 2, start = (b - job.params.first[s]) * block;
-    char* p = static_cast<char*>(job.params.data[s]) + start * size;
-    const int64_t left = job.params.numels[s] - start;
-    void* to = left >= block ? static_cast<void*>(p) : room.data();
-    if (left < block) std::memcpy(to, p, left * size);
-    for (int64_t i = 0; i < block; i += kLanes)
-      store_as(to, kind, i, load_as(to, kind, i) * keep + value_at(bits, plus, minus, i));
-    if (left < block) std::memcpy(p, to, left * size);
   }
 }
 
@@ -375,5 +319,4 @@ ONEBIT_TARGET void momentum_sums(const SumsJob& job, int64_t begin, int64_t end)
   }
 }
 
-constexpr Fused fused{encode_mean, encode_momentum, encode_gradients, apply, local_step, owner_step, correct_residual,
-                      momentum_sums};
+constexpr Fused fused{encode_mean, encode_momentum, encode_gradients, local_step, owner_step, correct_residual, momentum_sums};

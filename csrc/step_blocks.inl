@@ -111,3 +111,19 @@ ONEBIT_TARGET void decode_mean(const DecodeMeanJob& job, int64_t begin, int64_t 
 }
 
 constexpr Kernel kernel{encode, decode, decode_mean};
+
+constexpr int64_t code_bytes(int64_t elements) { return Code::bytes(elements); }
+
+// weight·value of each element of a block.
+struct Weighted {
+  const uint8_t* codes;
+  Lanes scale, weight;
+
+  ONEBIT_TARGET Weighted(const uint8_t* codes, Lanes scale, Lanes weight) : codes(codes), scale(scale), weight(weight) {}
+  ONEBIT_TARGET Lanes operator()(int64_t i) const { return Code::load(codes + Code::bytes(i)) * scale * weight; }
+};
+
+// The frame of one block of c, which becomes the residual.
+ONEBIT_TARGET inline void encode_values(float* c, int64_t block, int32_t count, bool, uint8_t* codes, uint8_t* scale) {
+  encode_block<NoError, true>(c, nullptr, 0, block, count, codes, scale);
+}

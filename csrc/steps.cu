@@ -132,6 +132,35 @@ __device__ __forceinline__ void mean_of_steps(const u8* frames, i64 frame_stride
   }
 }
 
+template <class Code>
+__device__ __forceinline__ void apply_steps(const u8* frames, i64 frame_stride, i64 K, i64 J, const Pointers& tensors,
+                                            const float* weight, const float* keep) {
+  const Place at(static_cast<u32>(K * J), static_cast<u32>(J));
+  const int s = tensors.owners[at.b];
+  if (!at.inside || s < 0) return;
+  const int kind = tensors.kind(s), left = tensors.left(s, at.b);
+  if (kind == kNone) return;
+  void* p = reinterpret_cast<void*>(tensors.data[s]);
+  const u8* frame = frames + at.k * frame_stride;
+  const float scale = float_from_bf16(*(reinterpret_cast<const u16*>(frame + Code::bytes(J * kBlock)) + at.j));
+  const float weighted = weight[s], kept = keep[s];
+  const u8* codes = frame + Code::bytes(static_cast<i64>(at.j) * kBlock);
+#pragma unroll kUnrolled
+  for (int row = 0; row < kRows; row += kBatch) {
+    const int inside_block = row * kLanes + lane();
+    const i64 from = tensors.start(s, at.b) + inside_block;
+    u32 old[kBatch];
+    float values[kBatch];
+    load_raw(old, p, kind, from, left - inside_block);
+    widen(old, kind);
+#pragma unroll
+    for (int r = 0; r < kBatch; ++r)
+      values[r] = __uint_as_float(old[r]) * kept +
+                  static_cast<float>(Code::load(codes, (row + r) * kLanes + lane())) * scale * weighted;
+    store_floats(p, kind, from, values, left - inside_block);
+  }
+}
+
 }  // namespace
 
 ONEBIT_KERNEL int8_encode(float* x, i64 x_stride, const void* error, i64 error_stride, i64 error_kind, u8* frames,
@@ -162,4 +191,10 @@ ONEBIT_KERNEL int4_decode(const u8* frames, i64 frame_stride, float* out, i64 ou
 
 ONEBIT_KERNEL int4_decode_mean(const u8* frames, i64 frame_stride, i64 K, float* out, i64 J, float share) {
   mean_of_steps<Int4Code>(frames, frame_stride, K, out, J, share);
+}
+
+ONEBIT_KERNEL int4_apply(const u8* frames, i64 frame_stride, i64 K, i64 J, const int* owners, const i64* params,
+                         const i64* first, i64 S, const float* weight, const float* keep) {
+  const Pointers tensors{owners, params, first, static_cast<int>(S)};
+  apply_steps<Int4Code>(frames, frame_stride, K, J, tensors, weight, keep);
 }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .. import kernels
+from ..kernels.operands import MasterStep, ParamUpdate
 from .base import Codec, Witness, all_finite, check_block, check_whole_blocks
 
 
@@ -45,6 +46,14 @@ class Int4Codec(Codec):
 
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
         kernels.select(self.kernel, out_N.device, "int4").int4_decode_mean(frames_KB, out_N, block=self.block)
+
+    def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
+        """p ← keep·p + weight·value, with the values of frames of rows of n elements, in one pass."""
+        kernels.select(self.kernel, frames_KB.device, "int4").int4_apply(frames_KB, n, update, block=self.block)
+
+    def step_masters(self, step: MasterStep) -> None:
+        """Step the master weights of a chunk, and make the frame of what their replicas then lack."""
+        kernels.select(self.kernel, step.frame_1B.device, "int4").int4_step_masters(step, block=self.block)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         return all_finite([self.witness(frames_KB, n)])

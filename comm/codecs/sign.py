@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
+from ..kernels.operands import (
+    EncodeOutput,
+    GradientSum,
+    LocalStep,
+    MasterStep,
+    MomentumInputs,
+    OwnerStep,
+    ParamUpdate,
+)
 from .base import FusedCodec, Witness, all_finite, check_block, check_whole_blocks
 
 
@@ -93,6 +101,10 @@ class SignCodec(FusedCodec):
     def owner_step(self, step: OwnerStep) -> None:
         """Update v and compute m̂/D for the chunk that this rank owns, from frames of this codec; see `OwnerStep`."""
         kernels.select(self.kernel, step.grad_N.device).owner_step(step, block=self.block)
+
+    def step_masters(self, step: MasterStep) -> None:
+        """Step the master weights of a chunk, and make the frame of what their replicas then lack; see `MasterStep`."""
+        kernels.select(self.kernel, step.frame_1B.device).step_masters(step, block=self.block, scale=self.scale)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         return all_finite([self.witness(frames_KB, n)])

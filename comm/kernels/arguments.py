@@ -17,6 +17,7 @@ from .operands import (
     EncodeOutput,
     GradientSum,
     LocalStep,
+    MasterStep,
     MomentumInputs,
     OwnerStep,
     ParamUpdate,
@@ -194,6 +195,18 @@ class Edge:
             self._check_flat("corrections", corrections, (torch.float32,), (2, J))
         self._check_one_device(step.received_WB, step.counts_J, step.sums_J4, corrections, *chunk.values())
         return W, J
+
+    def check_step_masters(self, frame: Frame, step: MasterStep, *, block: int) -> int:
+        """J."""
+        (N,) = step.masters_N.shape
+        J = frame.whole_blocks(N, block)
+        for name, x in (("update", step.update_N), ("masters", step.masters_N)):
+            self._check_flat(name, x.unsqueeze(0), (torch.float32,), (1, N))
+        self._check_segments("replicas", step.replicas, step.segments, J, block)
+        self._check_flat("counts", step.counts_J.unsqueeze(0), (torch.int32,), (1, J))
+        self._check_frames(step.frame_1B, 1, frame.bytes(N, J), written=True)
+        self._check_one_device(step.masters_N, step.update_N, step.counts_J, step.frame_1B, *step.replicas)
+        return J
 
     def check_encode_gradients(self, frame: Frame, step: GradientSum, *, block: int) -> tuple[int, int]:
         """(K, J)."""

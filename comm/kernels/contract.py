@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
+from .operands import EncodeOutput, GradientSum, LocalStep, MasterStep, MomentumInputs, OwnerStep, ParamUpdate
 
 
 class Backend(Protocol):
@@ -72,6 +72,8 @@ class SignKernel(Protocol):
 
     def owner_step(self, step: OwnerStep, *, block: int) -> None: ...
 
+    def step_masters(self, step: MasterStep, *, block: int, scale: str) -> None: ...
+
     def encode_gradients(self, step: GradientSum, *, block: int, scale: str) -> None: ...
 
 
@@ -97,6 +99,10 @@ class Int4Kernel(Protocol):
     def int4_decode(self, frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float, keep: float) -> None: ...
 
     def int4_decode_mean(self, frames_KB: Tensor, out_N: Tensor, *, block: int) -> None: ...
+
+    def int4_apply(self, frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None: ...
+
+    def int4_step_masters(self, step: MasterStep, *, block: int) -> None: ...
 
 
 class Log4Kernel(Protocol):

@@ -19,7 +19,16 @@ from torch import Tensor
 
 from .arguments import INT4, INT8, LOG4, SIGN, Edge, Frame, check_scale
 from .library import SharedLibrary
-from .operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, OwnerStep, ParamUpdate, Segments
+from .operands import (
+    EncodeOutput,
+    GradientSum,
+    LocalStep,
+    MasterStep,
+    MomentumInputs,
+    OwnerStep,
+    ParamUpdate,
+    Segments,
+)
 
 NAME = "cpu"
 SERVES = "cpu"
@@ -122,21 +131,21 @@ def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int, isa: st
 
     One pass over each. A parameter that is neither float32 nor bfloat16, or not contiguous, goes through a copy.
     """
-    K, J = EDGE.check_apply(SIGN, frames_KB, n, update, block=block)
-    writable = [None if p is None else _readable(p) for p in update.params]
-    _library.run(
-        "sign_apply",
-        *_rows(frames_KB),
-        K,
-        J,
-        block,
-        *_pointers(writable, update.segments),
-        update.weight_S.data_ptr(),
-        update.keep_S.data_ptr(),
-        isa=isa,
-        elements=K * n,
-    )
-    _write_back(update.params, writable)
+    _apply(SIGN, frames_KB, n, update, block=block, isa=isa)
+
+
+def step_masters(step: MasterStep, *, block: int, scale: str, isa: str = "auto") -> None:
+    """Masters ← those after the step; frame ← frame of what their replicas lack (rule 13).
+
+    One pass: reads the replicas in place. One that is neither float32 nor bfloat16, or not contiguous, is copied first.
+    """
+    check_scale(scale)
+    _step_masters(SIGN, step, block=block, option=scale == "mean_abs", isa=isa)
+
+
+def int4_step_masters(step: MasterStep, *, block: int, isa: str = "auto") -> None:
+    """The same, with a frame of int4."""
+    _step_masters(INT4, step, block=block, option=False, isa=isa)
 
 
 def local_step(step: LocalStep, *, block: int, isa: str = "auto") -> None:
@@ -349,11 +358,51 @@ def _decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int, 
     )
 
 
+def _apply(frame: Frame, frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int, isa: str = "auto") -> None:
+    K, J = EDGE.check_apply(frame, frames_KB, n, update, block=block)
+    writable = [None if p is None else _readable(p) for p in update.params]
+    _library.run(
+        f"{frame.name}_apply",
+        *_rows(frames_KB),
+        K,
+        J,
+        block,
+        *_pointers(writable, update.segments),
+        update.weight_S.data_ptr(),
+        update.keep_S.data_ptr(),
+        isa=isa,
+        elements=K * n,
+    )
+    _write_back(update.params, writable)
+
+
+def _step_masters(frame: Frame, step: MasterStep, *, block: int, option: bool, isa: str) -> None:
+    J = EDGE.check_step_masters(frame, step, block=block)
+    readable = [_readable(replica) for replica in step.replicas]
+    _library.run(
+        f"{frame.name}_step_masters",
+        step.update_N.data_ptr(),
+        step.masters_N.data_ptr(),
+        *_pointers(readable, step.segments),
+        step.counts_J.data_ptr(),
+        step.frame_1B.data_ptr(),
+        step.frame_1B.shape[1],
+        step.weight,
+        step.keep,
+        J,
+        block,
+        option,
+        isa=isa,
+        elements=step.masters_N.numel(),
+    )
+
+
 int8_encode, int4_encode, log4_encode = (functools.partial(_encode, frame) for frame in (INT8, INT4, LOG4))
 int8_decode, int4_decode, log4_decode = (functools.partial(_decode, frame) for frame in (INT8, INT4, LOG4))
 int8_decode_mean, int4_decode_mean, log4_decode_mean = (
     functools.partial(_decode_mean, frame) for frame in (INT8, INT4, LOG4)
 )
+int4_apply = functools.partial(_apply, INT4)
 
 
 def _write_back(tensors: Sequence[Tensor | None], written: Sequence[Tensor | None]) -> None:
@@ -412,7 +461,12 @@ def _declare(library: ctypes.CDLL) -> None:
         *tensors, pointer, pointer, real, real, *rows, pointer, real, real, real, real, *typed, *rows, size, *rows,
         *typed, pointer, size, size, size, flag, flag, flag,
     )  # fmt: skip
-    library.onebit_sign_apply.argtypes = (*rows, size, size, size, *tensors, pointer, pointer, flag, flag)
+    for frame in (SIGN, INT4):
+        apply, step_masters = (getattr(library, f"onebit_{frame.name}_{name}") for name in ("apply", "step_masters"))
+        apply.argtypes = (*rows, size, size, size, *tensors, pointer, pointer, flag, flag)
+        step_masters.argtypes = (
+            pointer, pointer, *tensors, pointer, pointer, size, real, real, size, size, flag, flag, flag
+        )  # fmt: skip
     library.onebit_local_step.argtypes = (
         *tensors, pointer, pointer, pointer, pointer, real, real, pointer, real, real, real, real, pointer, pointer,
         real, real, size, size, size, flag, flag,
@@ -434,7 +488,7 @@ def _declare(library: ctypes.CDLL) -> None:
 _library = SharedLibrary(
     Path(__file__).with_name("_kernels.so"),
     prefix="onebit",
-    abi_version=10,
+    abi_version=11,
     declare=_declare,
     log=logging.getLogger(__name__),
     without="the codecs run on the pure-torch reference, about ten times slower",

@@ -28,9 +28,10 @@ import numpy
 import torch
 from torch import Tensor
 
+from . import reference
 from .arguments import INT4, INT8, SIGN, Edge, Frame, check_scale
 from .gpu_tables import Table, address, current_stream, kind, readable, write_back
-from .operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, OwnerStep, ParamUpdate
+from .operands import EncodeOutput, GradientSum, LocalStep, MasterStep, MomentumInputs, OwnerStep, ParamUpdate
 
 NAME = "cupy"
 SERVES = "cuda"
@@ -169,22 +170,7 @@ def apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None
     One pass over each. A parameter of another type than float32, bfloat16 and float16, or not contiguous, goes through
     a copy.
     """
-    K, J = EDGE.check_apply(SIGN, frames_KB, n, update, block=block)
-    written = readable(update.params)
-    table = Table(written, update.segments, K * J, frames_KB.device)
-    _launch(
-        "sign_apply",
-        frames_KB.device,
-        block,
-        K * J,
-        *_rows(frames_KB),
-        K,
-        J,
-        *_tensors(table),
-        update.weight_S.data_ptr(),
-        update.keep_S.data_ptr(),
-    )
-    write_back(update.params, written)
+    _apply(SIGN, frames_KB, n, update, block=block)
 
 
 def local_step(step: LocalStep, *, block: int) -> None:
@@ -321,6 +307,36 @@ def owner_step(step: OwnerStep, *, block: int) -> None:
     )
 
 
+def step_masters(step: MasterStep, *, block: int, scale: str) -> None:
+    """Masters ← those after the step, by torch's operations; frame ← frame of what their replicas lack (rule 13)."""
+    lacking_1N = reference.step_masters_(step)
+    encode(lacking_1N, None, step.frame_1B, step.counts_J.unsqueeze(0), block=block, scale=scale)
+
+
+def int4_step_masters(step: MasterStep, *, block: int) -> None:
+    """The same, with a frame of int4."""
+    int4_encode(reference.step_masters_(step), None, step.frame_1B, step.counts_J.unsqueeze(0), block=block)
+
+
+def _apply(frame: Frame, frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None:
+    K, J = EDGE.check_apply(frame, frames_KB, n, update, block=block)
+    written = readable(update.params)
+    table = Table(written, update.segments, K * J, frames_KB.device)
+    _launch(
+        f"{frame.name}_apply",
+        frames_KB.device,
+        block,
+        K * J,
+        *_rows(frames_KB),
+        K,
+        J,
+        *_tensors(table),
+        update.weight_S.data_ptr(),
+        update.keep_S.data_ptr(),
+    )
+    write_back(update.params, written)
+
+
 def _encode(
     frame: Frame,
     x_KN: Tensor,
@@ -384,6 +400,7 @@ def _decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int) 
 int8_encode, int4_encode = (functools.partial(_encode, frame) for frame in (INT8, INT4))
 int8_decode, int4_decode = (functools.partial(_decode, frame) for frame in (INT8, INT4))
 int8_decode_mean, int4_decode_mean = (functools.partial(_decode_mean, frame) for frame in (INT8, INT4))
+int4_apply = functools.partial(_apply, INT4)
 
 
 def _tensors(table: Table) -> tuple[int, ...]:

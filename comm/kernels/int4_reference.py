@@ -12,7 +12,7 @@ Rules, each operation in float32, rounded once; those of the int8 frame (`kernel
 3. A block with a NaN or an infinity, or so large that 8·s is one, travels as scale 0x7FC0 and zero bytes, and leaves
    residual 0. So a frame is finite if 8·s is finite for all its scales: no nibble decodes to more than that.
 4. The residual is c - q·s, where q keeps the sign of a zero: c = -0.0 leaves +0.0.
-5. A decoded value is q·s; means and sums as for the other frames.
+5. A decoded value is q·s; means, sums, updates of parameters and steps of masters as for the other frames.
 
 Shape legend: K rows, N elements of a row, B bytes of its frame, J blocks of a row.
 """
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from . import reference
 from .arguments import check_shape
+from .operands import MasterStep, ParamUpdate
 
 
 def int4_encode(
@@ -47,6 +48,16 @@ def int4_decode(frames_KB: Tensor, out_KN: Tensor, *, block: int, weight: float,
 def int4_decode_mean(frames_KB: Tensor, out_N: Tensor, *, block: int) -> None:
     """out ← mean over the K frames; out float32 [N]."""
     reference.mean_into_(out_N, frames_KB, lambda frame_1B: _values(frame_1B, out_N.shape[0], block)[0])
+
+
+def int4_apply(frames_KB: Tensor, n: int, update: ParamUpdate, *, block: int) -> None:
+    """p ← keep·p + weight·value, parameters in place, with the values of frames of rows of n elements."""
+    reference.update_with(_values(frames_KB, n, block), update)
+
+
+def int4_step_masters(step: MasterStep, *, block: int) -> None:
+    """Masters ← those after the step; frame ← frame of what their replicas lack."""
+    int4_encode(reference.step_masters_(step), None, step.frame_1B, step.counts_J.unsqueeze(0), block=block)
 
 
 def int4_scales(frames_KB: Tensor, n: int, *, block: int) -> Tensor:

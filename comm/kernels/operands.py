@@ -267,6 +267,33 @@ class OwnerStep:
 
 
 @dataclass(frozen=True)
+class MasterStep:
+    """A step of the master weights of a chunk, and the frame of what its replicas then lack.
+
+    See rule 13 of `kernels/reference.py`.
+
+    Attributes:
+        update_N: u, float32 [N], only read.
+        masters_N: float32 [N], modified in place.
+        replicas: The replicas in the chunk, one per segment, of any float type, only read.
+        segments: Where they are in the chunk.
+        counts_J: int32 [J], real elements of each block; 0: its masters stay, and its frame is of zeros.
+        frame_1B: uint8 [1, B], overwritten.
+        weight: Factor of u.
+        keep: Factor of the masters.
+    """
+
+    update_N: Tensor
+    masters_N: Tensor
+    replicas: Sequence[Tensor]
+    segments: Segments
+    counts_J: Tensor
+    frame_1B: Tensor
+    weight: float
+    keep: float
+
+
+@dataclass(frozen=True)
 class GradientSum:
     """Frames of c = (g·unscale)·add + residual, by rule 10 of `kernels/reference.py`.
 

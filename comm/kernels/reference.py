@@ -40,6 +40,10 @@ A step of the rank that owns a chunk and has received its frames from W ranks, w
    a NaN in a variance is one in D. After the count v stays, D is 1, the direction +0.0, and all sums take +0.0.
    Everything in float32, each operation rounded once.
 
+The owner's master weights x, whose replicas receive a frame of what they lack:
+13. `step_masters`: x ← x·keep + u·weight for the real elements; c = x - replica; the frame by rules 1 to 4, or by those
+   of the int4 frame. Everything in float32, each operation rounded once.
+
 Frames of a residual that accumulates gradients. `owed` is that residual:
 10. `encode_gradients`: c = (g·unscale)·add + owed; without a gradient the product is +0.0; frames by rules 1 to 4.
    owed stays, or becomes (c - value) + value·returned by rules 4 and 5, rounded to its own type: the result of `encode`
@@ -81,7 +85,16 @@ import torch
 from torch import Tensor
 
 from .arguments import check_shape
-from .operands import EncodeOutput, GradientSum, LocalStep, MomentumInputs, OwnerStep, ParamUpdate, Variance
+from .operands import (
+    EncodeOutput,
+    GradientSum,
+    LocalStep,
+    MasterStep,
+    MomentumInputs,
+    OwnerStep,
+    ParamUpdate,
+    Variance,
+)
 
 NAME = "reference"
 SERVES = None
@@ -290,6 +303,24 @@ def owner_step(step: OwnerStep, *, block: int) -> None:
     if step.D_N is not None:
         step.D_N.view(J, block).copy_(D)
     step.sums_J4.copy_(torch.stack(sums[1:], 1))
+
+
+def step_masters(step: MasterStep, *, block: int, scale: str) -> None:
+    """Masters ← those after the step; frame ← frame of what their replicas lack (rule 13)."""
+    encode(step_masters_(step), None, step.frame_1B, step.counts_J.unsqueeze(0), block=block, scale=scale)
+
+
+def step_masters_(step: MasterStep) -> Tensor:
+    """Masters ← those after the step. What their replicas lack, float32 [1, N]; the padding is not defined."""
+    x, block = step.masters_N, step.segments.block
+    stepped = torch.add(x * step.keep, step.update_N * step.weight)
+    real = torch.arange(block, device=x.device) < step.counts_J.unsqueeze(1)
+    torch.where(real, stepped.view(real.shape), x.view(real.shape), out=x.view(real.shape))
+    lacking = x.clone()
+    if step.replicas:
+        views = step.segments.views(lacking)
+        torch._foreach_sub_(views, [replica.reshape(-1).float() for replica in step.replicas])
+    return lacking.unsqueeze(0)
 
 
 def _larger(a: Tensor, b: Tensor) -> Tensor:

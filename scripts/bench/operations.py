@@ -19,6 +19,7 @@ from onebit.comm.kernels.operands import (
     EncodeOutput,
     GradientSum,
     LocalStep,
+    MasterStep,
     MomentumInputs,
     MomentumWeights,
     OwnerStep,
@@ -215,3 +216,16 @@ def _rounding_operations(rows: Rows, frame: str) -> Iterator[Operation]:
     yield Operation(f"{frame}_encode, float32 error", 12 * N + B, ADD, encode, frame)
     yield Operation(f"{frame}_decode, 0.9·out + 0.1·value", 8 * N + B, SCALE, decode, frame)
     yield Operation(f"{frame}_decode_mean, K={ROWS_OF_MEAN}", 4 * N + ROWS_OF_MEAN * B, FILL, decode_mean, frame)
+    if frame != "int4":
+        return
+    segments, one = Segments((0,), (N,), block), torch.ones(1, device=rows.x_1N.device)
+    update = ParamUpdate([rows.out_1N[0]], segments, one, one)
+    masters = MasterStep(
+        rows.x_1N[0], rows.error_1N[0], [rows.out_1N[0]], segments, rows.counts_1J[0], frames_1B, -1e-3, 0.999
+    )
+    yield Operation(
+        "int4_apply", 8 * N + B, SCALE, lambda kernel: kernel.int4_apply(frames_1B, N, update, block=block), frame
+    )
+    yield Operation(
+        "int4_step_masters", 16 * N + B, MOMENTUM, lambda kernel: kernel.int4_step_masters(masters, block=block), frame
+    )

@@ -122,6 +122,9 @@ def check_fused(kernel: ModuleType, device: torch.device, case: fused_cases.Case
                 kernel.encode_mean, case, rows=rows, error=error, scale=SCALES[k % 2], device=str(device)
             )
     fused_cases.check_apply(kernel.apply, case, device=str(device))
+    fused_cases.check_step_masters(kernel.step_masters, case, scale="mean_abs", device=str(device))
+    fused_cases.check_apply(function(kernel, "apply", "int4"), case, frame="int4", device=str(device))
+    fused_cases.check_step_masters(function(kernel, "step_masters", "int4"), case, frame="int4", device=str(device))
     for ranks, each in ((1, False), (2, True), (5, False)):
         fused_cases.check_owner_step(kernel.owner_step, case, ranks=ranks, each=each, with_D=each, device=str(device))
     for anchored in (False, True):

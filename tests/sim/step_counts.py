@@ -36,6 +36,7 @@ _FUSED = (
     "apply",
     "local_step",
     "owner_step",
+    "step_masters",
     "correct_residual",
     "momentum_sums",
 )

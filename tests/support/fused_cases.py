@@ -12,12 +12,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from onebit.comm import SignCodec
-from onebit.comm.kernels import reference
+from onebit.comm import CODECS, SignCodec
+from onebit.comm.kernels import int4_reference, reference
 from onebit.comm.kernels.operands import (
     EncodeOutput,
     GradientSum,
     LocalStep,
+    MasterStep,
     MomentumInputs,
     MomentumWeights,
     OwnerStep,
@@ -105,8 +106,8 @@ def compare(device: str, take: Callable[[str, bool], list[Tensor | None]], what:
     assert_all_same(take(device, False), take("cpu", True), what)
 
 
-def frames_of(case: Case, seed: int) -> Tensor:
-    codec = SignCodec(case.block, kernel="reference")
+def frames_of(case: Case, seed: int, frame: str = "sign") -> Tensor:
+    codec = CODECS[frame](case.block, kernel="reference")
     frames = torch.zeros(case.K, codec.frame_bytes(case.N), dtype=torch.uint8)
     codec.encode(numbers(case.K, case.N, seed=seed), None, frames, None)
     return frames
@@ -286,17 +287,47 @@ def check_owner_step(
     compare(device, take, "variance, direction, D, sums")
 
 
-def check_apply(function: Callable[..., None], case: Case, *, device: str = "cpu") -> None:
+def check_step_masters(
+    function: Callable[..., None], case: Case, *, frame: str = "sign", device: str = "cpu", **scale: str
+) -> None:
+    """Of all blocks as one chunk, some of them not seen; what is read stays as it is.
+
+    function: `step_masters`, or that of another frame. scale: its option, of the sign frame.
+    """
+    N, J = case.K * case.N, case.K * case.J
+    specified = reference.step_masters if frame == "sign" else int4_reference.int4_step_masters
+    replicas = [torch.empty(0) if x is None else x for x in tensors_of(case, 60)]
+    numels = tuple(x.numel() for x in replicas)
+    segments, counts = Segments(case.segments().first, numels, case.block), case.counts().view(-1).clone()
+    counts[1::3] = 0
+    read = [numbers(N, seed=61), counts, *replicas]
+    if J > 2:
+        read[0][case.block :: 97] = float("nan")
+    codec = CODECS[frame](case.block)
+    before = [numbers(N, seed=62), torch.full((1, codec.frame_bytes(N)), 0xAB, dtype=torch.uint8)]
+
+    def take(where: str, is_reference: bool) -> list[Tensor | None]:
+        update, blocks, *held = there = to(where, *read)
+        masters, sent = to(where, *before)
+        step = MasterStep(update, masters, held, segments, blocks, sent, weight=-0.01, keep=0.999)
+        (specified if is_reference else function)(step, block=case.block, **scale)
+        assert_all_same(there, read, "what is read")
+        return [masters.isnan(), masters.nan_to_num(5.0), sent]  # a NaN is a NaN, whatever its bits
+
+    compare(device, take, "masters, frame")
+
+
+def check_apply(function: Callable[..., None], case: Case, *, frame: str = "sign", device: str = "cpu") -> None:
     """Parameters: each in the middle of a wider tensor whose edges stay, and each at the beginning of its memory."""
-    S = len(case.numels)
-    read = frames_of(case, 5), numbers(S, seed=6), 1.0 - numbers(S, seed=7).abs() * 1e-3
+    S, specified = len(case.numels), reference.apply if frame == "sign" else int4_reference.int4_apply
+    read = frames_of(case, 5, frame), numbers(S, seed=6), 1.0 - numbers(S, seed=7).abs() * 1e-3
     for around, of in ((wide, inside), (list, list)):
 
         def take(where: str, is_reference: bool, around: Callable = around, of: Callable = of) -> list[Tensor | None]:
             params = to(where, *around(tensors_of(case, 20)))
             frames, weight, keep = to(where, *read)
             update = ParamUpdate(of(params), case.segments(), weight, keep)
-            (reference.apply if is_reference else function)(frames, case.N, update, block=case.block)
+            (specified if is_reference else function)(frames, case.N, update, block=case.block)
             return params
 
         compare(device, take, "parameter")

@@ -366,6 +366,15 @@ def encode_mean_gives_the_bytes_and_residuals_of_the_reference(kernel: ModuleTyp
 def apply_gives_the_parameters_of_the_reference(kernel: ModuleType) -> None:
     for each in FUSED:
         fused_cases.check_apply(kernel.apply, each)
+        fused_cases.check_apply(kernel.int4_apply, each, frame="int4")
+
+
+@case
+def step_masters_gives_the_masters_and_frames_of_the_reference(kernel: ModuleType) -> None:
+    for each in FUSED:
+        for scale in ("rms", "mean_abs"):
+            fused_cases.check_step_masters(kernel.step_masters, each, scale=scale)
+        fused_cases.check_step_masters(kernel.int4_step_masters, each, frame="int4")
 
 
 @case

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from test_kernels import each_isa, needs_build
 from torch import Tensor
 
+from onebit.comm import CODECS
 from onebit.comm.kernels import cpu, library, reference
 from onebit.comm.kernels.operands import (
     EncodeOutput,
     GradientSum,
     LocalStep,
+    MasterStep,
     MomentumInputs,
     MomentumWeights,
     OwnerStep,
@@ -45,6 +47,9 @@ def test_any_layout(isa: str, data: st.DataObject) -> None:
         partial(cpu.encode_momentum, isa=isa), case, error=error, packed=packed, variance=variance
     )
     cases.check_apply(partial(cpu.apply, isa=isa), case)
+    cases.check_apply(partial(cpu.int4_apply, isa=isa), case, frame="int4")
+    cases.check_step_masters(partial(cpu.step_masters, isa=isa), case, scale="mean_abs")
+    cases.check_step_masters(partial(cpu.int4_step_masters, isa=isa), case, frame="int4")
     cases.check_local_step(partial(cpu.local_step, isa=isa), case, variance=variance, anchored=packed)
     cases.check_momentum_sums(partial(cpu.momentum_sums, isa=isa), case, packed=packed, variance=variance)
     cases.check_correct_residual(
@@ -64,6 +69,8 @@ def test_threads_change_nothing(threads: int) -> None:
         cases.check_encode_momentum(cpu.encode_momentum, case, error=torch.float32, packed=True, variance=False)
         cases.check_encode_mean(cpu.encode_mean, case, rows=3, error=torch.float32)
         cases.check_apply(cpu.apply, case)
+        cases.check_apply(cpu.int4_apply, case, frame="int4")
+        cases.check_step_masters(cpu.int4_step_masters, case, frame="int4")
         cases.check_local_step(cpu.local_step, case, variance=True, anchored=True)
         cases.check_correct_residual(cpu.correct_residual, case, error=torch.bfloat16, variance=False)
         cases.check_owner_step(cpu.owner_step, case, ranks=3, each=True, with_D=True)
@@ -163,6 +170,44 @@ def test_the_reference_computes_what_rule_9_says_in_float64() -> None:
         expected_sums.append(torch.stack([mine @ mine, own @ own, 1.5 * mine @ own, mine @ m_hat[block]]))
     for got, wanted in ((variance, after), (direction, expected), (D, expected_D), (sums, torch.stack(expected_sums))):
         assert (got.double() - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("frame", ["sign", "int4"])
+def test_the_reference_computes_what_rule_13_says_in_float64(frame: str) -> None:
+    """Within 1e-5 of the largest: float32 against float64; the frame within its rounding. One block is not seen."""
+    x, u, replica = (cases.numbers(600, seed=k) for k in (1, 2, 3))
+    x, u = (torch.cat([of, torch.zeros(168)]) for of in (x, u))
+    masters, codec = x.clone(), CODECS[frame](256, kernel="reference")
+    sent, counts = torch.empty(1, codec.frame_bytes(768), dtype=torch.uint8), torch.tensor([256, 0, 88]).int()
+    codec.step_masters(MasterStep(u, masters, [replica], Segments((0,), (600,), 256), counts, sent, -0.01, 0.9))
+    expected = 0.9 * x.double() - 0.01 * u.double()
+    expected[256:512] = x[256:512]
+    assert (masters.double() - expected).abs().max() < 1e-5 * expected.abs().max()
+    got = torch.empty(1, 768)
+    codec.decode(sent, got)
+    for block in (slice(0, 256), slice(512, 600)):
+        lacks = expected[block] - replica[block].double()
+        step, rms = lacks.abs().max() / 7, lacks.square().mean().sqrt()
+        wanted, most = (lacks, 0.51 * step) if frame == "int4" else (lacks.sign() * rms, 0.005 * rms)
+        assert (got[0, block].double() - wanted).abs().max() < most
+    assert not got[0, 256:512].any()
+
+
+@needs_build
+def test_the_edge_says_what_is_wrong_with_a_step_of_masters() -> None:
+    ones, counts, sent = torch.ones(512), torch.full((2,), 256, dtype=torch.int32), torch.empty(1, 272).byte()
+
+    def take(update: Tensor = ones, replica: Tensor = ones[:300], frame_1B: Tensor = sent) -> None:
+        step = MasterStep(update, ones.clone(), [replica], Segments((0,), (300,), 256), counts, frame_1B, 1.0, 1.0)
+        cpu.int4_step_masters(step, block=256)
+
+    take()
+    with pytest.raises(ValueError, match=r"replicas\[0\] has 512 elements, its segment 300"):
+        take(replica=ones)
+    with pytest.raises(ValueError, match="update must have shape"):
+        take(update=torch.ones(256))
+    with pytest.raises(ValueError, match="frames must have shape"):
+        take(frame_1B=torch.empty(1, 80).byte())
 
 
 @needs_build

@@ -62,6 +62,7 @@ def test_the_reference_computes_every_frame_and_serves_every_device() -> None:
         "momentum_sums",
         "owner_step",
         "encode_gradients",
+        "step_masters",
     }
 
 

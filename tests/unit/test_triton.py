@@ -143,10 +143,10 @@ def encode_gradients(
     backend().encode_gradients(step, block=block, scale="rms")
 
 
-def apply(block: int, *, dtypes: tuple[torch.dtype, ...] = FLOATS[:1]) -> None:
+def apply(block: int, *, dtypes: tuple[torch.dtype, ...] = FLOATS[:1], frame: str = "rms") -> None:
     tensors, segments = pieces(block, dtypes)
     update = ParamUpdate(tensors, segments, torch.zeros(len(dtypes)), torch.zeros(len(dtypes)))
-    backend().apply(frames_for(2, 2 * block, block), 2 * block, update, block=block)
+    function(backend(), "apply", frame)(frames_for(2, 2 * block, block, frame=frame), 2 * block, update, block=block)
 
 
 def local_step(block: int, *, dtypes: tuple[torch.dtype, ...] = FLOATS[:1]) -> None:
@@ -204,6 +204,7 @@ COMPILED: dict[str, tuple[Callable[[int], None], int]] = {
     "encode_gradients, large blocks": (encode_gradients, 2048),
     "apply": (apply, 256),
     "apply, every type": (partial(apply, dtypes=FLOATS), 256),
+    "int4_apply": (partial(apply, frame="int4"), 256),
     "local_step": (local_step, 256),
     "local_step, every type": (partial(local_step, dtypes=FLOATS), 64),
     "correct_residual": (correct_residual, 256),

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm import SignCodec
+from ...comm import Segments, SignCodec
 from ...comm.messages import numbers_on
 from ...layout.flat import Layout
 from ...layout.masters import NAME as MASTER
@@ -239,12 +239,24 @@ class ShardedBucket:
             torch._foreach_copy_(views, parts)
         return _scaled_(chunk, scale)
 
+    @cached_property
+    def own_segments(self) -> Segments:
+        """Positions of `pieces` in this rank's chunk."""
+        block = self.layout.block
+        first, numels = (
+            zip(*((at // block, b - a) for _, a, b, at in self.pieces), strict=True) if self.pieces else ((), ())
+        )
+        return Segments(first, numels, block)
+
+    def own_replicas(self) -> list[Tensor]:
+        """Return `pieces` of the parameters, each of one dimension; without a copy if the parameters are contiguous."""
+        return [self.params[k].detach().reshape(-1)[start:stop] for k, start, stop, _ in self.pieces]
+
     def gather_replica(self) -> Tensor:
         """Return this rank's chunk of the replicated parameters, float32 [N]; zeros in the padding."""
         chunk = torch.zeros(self.layout.chunk, device=self.device, dtype=torch.float32)
         if self.pieces:
-            own = [chunk[at : at + stop - start] for _, start, stop, at in self.pieces]
-            torch._foreach_copy_(own, [self.params[k].detach().reshape(-1)[a:b] for k, a, b, _ in self.pieces])
+            torch._foreach_copy_(self.own_segments.views(chunk), self.own_replicas())
         return chunk
 
     def mean_momentum(self, codec: SignCodec, beta1: float) -> Tensor | None:

@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ...comm import Codec, Int4Codec, Int8Codec, SignCodec, Transport, Work
+from ...comm import Codec, Int4Codec, Int8Codec, MasterStep, SignCodec, Transport, Work
 from ...comm.codecs import all_finite
 from ...comm.kernels.operands import GradientSum, ParamUpdate
 from ...comm.messages import sum_in_order
@@ -46,7 +46,7 @@ class ShardedConfig:
     codec: SignCodec
     warmup_codec: Codec | None
     warmup_steps: int
-    codec_down: Codec
+    codec_down: SignCodec | Int4Codec
     variance_floor: float
     update_limit: float
     keeps_frames: bool
@@ -92,7 +92,7 @@ class ShardedConfig:
         return bucket.is_warm and max(int(count) for count in bucket.steps) + ahead <= self.warmup_steps
 
 
-def codec_down(what: str, name: str, block: int) -> Codec:
+def codec_down(what: str, name: str, block: int) -> SignCodec | Int4Codec:
     """Return the codec of the frames that come down.
 
     Args:
@@ -315,7 +315,7 @@ class Sharded:
         Args:
             bucket: The bucket.
             blocks: This rank's blocks; those that are not seen stay.
-            update: float32 [N], of this rank's chunk. Garbage afterwards.
+            update: float32 [N], of this rank's chunk. At stage 0 garbage afterwards.
             lr: Learning rate.
             decay: lr·weight_decay, or 0 if the update contains it.
 
@@ -324,16 +324,17 @@ class Sharded:
         """
         codec, block, N = self.config.codec_down, self.config.codec.block, len(update)
         frame_1B = torch.empty(1, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
-        counts_1J = blocks.counts_J.view(1, -1)
         if self.config.stage == 0:
             # update ← update + residual - its decoded frame, the new residual
-            codec.encode(update.view(1, N), bucket.owned.view(1, N), frame_1B, counts_1J)
+            codec.encode(update.view(1, N), bucket.owned.view(1, N), frame_1B, blocks.counts_J.view(1, -1))
             arithmetic.keep_unseen_(bucket.owned, update, blocks.seen_J, block)
         else:
-            stepped = update.mul_(-lr).add_(bucket.owned, alpha=1.0 - decay)
-            arithmetic.keep_unseen_(bucket.owned, stepped, blocks.seen_J, block)
-            difference = torch.sub(bucket.owned, bucket.gather_replica(), out=update)
-            codec.encode(difference.view(1, N), None, frame_1B, counts_1J)
+            replicas, segments = bucket.own_replicas(), bucket.own_segments
+            codec.step_masters(
+                MasterStep(
+                    update, bucket.owned, replicas, segments, blocks.counts_J, frame_1B, weight=-lr, keep=1.0 - decay
+                )
+            )
         return frame_1B[0]
 
     def send_down(
@@ -372,24 +373,13 @@ class Sharded:
 
     def _apply(self, bucket: ShardedBucket, down_WB: Tensor, seen: Sequence[bool], lr: float, decay: float) -> None:
         """Move the parameters by the frames: the same operations on the same bits on every rank."""
-        codec = self.config.codec_down
-        if isinstance(codec, SignCodec) and self.config.stage > 0:
-            moving = [p if is_seen else None for p, is_seen in zip(bucket.params, seen, strict=True)]
-            ones = torch.ones(len(moving), device=bucket.device, dtype=torch.float32)
-            codec.apply(down_WB, bucket.layout.chunk, ParamUpdate(moving, bucket.layout.segments, ones, ones))
-            return bucket.masters.write_back(seen)
-        x = torch.empty(bucket.layout.numel, device=bucket.device, dtype=torch.float32)
-        codec.decode(down_WB, x.view(len(down_WB), -1))
-        held = bucket.masters.local_values if self.config.stage == 0 else bucket.params
-        pairs = [(p, view) for p, view, is_seen in zip(held, bucket.layout.views(x), seen, strict=True) if is_seen]
-        if pairs:
-            params, views = map(list, zip(*pairs, strict=True))
-            if self.config.stage == 0:
-                x.mul_(-lr)
-                torch._foreach_add_(views, params, alpha=1.0 - decay)
-                torch._foreach_copy_(params, views)
-            else:
-                torch._foreach_add_(params, views)
+        held, weight, keep = bucket.params, 1.0, 1.0
+        if self.config.stage == 0:
+            held, weight, keep = bucket.masters.local_values, -lr, 1.0 - decay
+        moving = [p if is_seen else None for p, is_seen in zip(held, seen, strict=True)]
+        numbers = (torch.full((len(moving),), x, device=bucket.device, dtype=torch.float32) for x in (weight, keep))
+        update = ParamUpdate(moving, bucket.layout.segments, *numbers)
+        self.config.codec_down.apply(down_WB, bucket.layout.chunk, update)
         bucket.masters.write_back(seen)
 
 

@@ -16,9 +16,9 @@ import functools
 
 from ..arguments import INT4, INT8, SIGN
 from . import decode as triton_decode
-from .apply import apply
+from .apply import apply, int4_apply
 from .clip import correct_residual
-from .encode import encode, int4_encode, int8_encode
+from .encode import encode, int4_encode, int4_step_masters, int8_encode, step_masters
 from .gradients import encode_gradients
 from .local import local_step
 from .mean import encode_mean
@@ -34,15 +34,18 @@ __all__ = [
     "encode_gradients",
     "encode_mean",
     "encode_momentum",
+    "int4_apply",
     "int4_decode",
     "int4_decode_mean",
     "int4_encode",
+    "int4_step_masters",
     "int8_decode",
     "int8_decode_mean",
     "int8_encode",
     "local_step",
     "momentum_sums",
     "owner_step",
+    "step_masters",
 ]
 
 decode = functools.partial(triton_decode.decode, SIGN)

@@ -21,7 +21,7 @@ from .lanes import EDGE, OPTIONS, Frames, Rows, frames_of, from_bfloat16, launch
 UNITS = {"sign": 16, "int8": 64, "int4": 64}
 """U."""
 
-_ELEMENTS = {"sign": 64, "int8": 16, "int4": 16}
+ELEMENTS = {"sign": 64, "int8": 16, "int4": 16}
 """Of a unit."""
 
 
@@ -37,7 +37,7 @@ def decode(frame: Frame, frames_KB: Tensor, out_KN: Tensor, *, block: int, weigh
     K, J = EDGE.check_decode(frame, frames_KB, out_KN, block=block)
     if K * J == 0:
         return
-    units_per_row, U = J * block // _ELEMENTS[frame.name], UNITS[frame.name]
+    units_per_row, U = J * block // ELEMENTS[frame.name], UNITS[frame.name]
     with launching_on(out_KN.device):
         decode_units[(triton.cdiv(K * units_per_row, U),)](
             frames_of(frame, frames_KB),
@@ -59,7 +59,7 @@ def decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int) -
     K, J = EDGE.check_decode_mean(frame, frames_KB, out_N, block=block)
     if J == 0:
         return
-    units_per_row, U = J * block // _ELEMENTS[frame.name], UNITS[frame.name]
+    units_per_row, U = J * block // ELEMENTS[frame.name], UNITS[frame.name]
     with launching_on(out_N.device):
         decode_mean_units[(triton.cdiv(units_per_row, U),)](
             frames_of(frame, frames_KB),

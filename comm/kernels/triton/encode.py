@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from ..arguments import INT4, INT8, SIGN, Frame, check_scale
-from ..operands import EncodeOutput
+from ..operands import EncodeOutput, MasterStep
 from .codes import Blocks, Outputs, leave_rows, measured, nothing_measured, scale_of
 from .lanes import EDGE, OPTIONS, Frames, Rows, frames_of, from_bfloat16, launching_on, rows_of
 
@@ -73,6 +74,17 @@ def int4_encode(
 ) -> None:
     """`encode` for int4 frames."""
     _encode_floats(INT4, EncodeOutput(error_KN, frames_KB, counts_KJ, x_KN), block=block, scale="largest")
+
+
+def step_masters(step: MasterStep, *, block: int, scale: str) -> None:
+    """Masters ← those after the step, by torch's operations; frame ← frame of what their replicas lack (rule 13)."""
+    lacking_1N = reference.step_masters_(step)
+    encode(lacking_1N, None, step.frame_1B, step.counts_J.unsqueeze(0), block=block, scale=scale)
+
+
+def int4_step_masters(step: MasterStep, *, block: int) -> None:
+    """The same, with a frame of int4."""
+    int4_encode(reference.step_masters_(step), None, step.frame_1B, step.counts_J.unsqueeze(0), block=block)
 
 
 def _encode_floats(frame: Frame, out: EncodeOutput, *, block: int, scale: str) -> None:
