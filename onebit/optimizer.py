@@ -340,7 +340,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def _launch(self, bucket: Bucket, scale: float = 1.0, *, in_backward: bool = False) -> None:
         """Begin the step of the next bucket, with its gradients times scale, even if a gradient is missing here."""
         self.overlap.mark_sent(bucket, in_backward=in_backward)
-        self._driver.launch(bucket, self.rule.step(bucket, scale), is_alone=self._is_delayed)
+        step = self._waited.timed(self.rule.step(bucket, scale))
+        self._driver.launch(bucket, step, is_alone=self._is_delayed)
 
     def _launch_rest(self, scale: float) -> None:
         self._all_begin(is_awaited=True)
@@ -466,8 +467,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         """The meetings of all buckets, and whether their contents are good on this rank. Reads the ballot."""
         if not ballot.votes and not reads_late(self.transport, ballot.device):
             self._read(ballot)
-        with self._waited.running():
-            arrived = self._driver.meet()
+        arrived = self._driver.meet()
         flags = verdicts(self.buckets, arrived, has_means=self.clipper.max_norm == 0)
         return arrived, self._read(ballot, flags)
 

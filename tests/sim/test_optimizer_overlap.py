@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from family import flat, fresh, loss_of, train
@@ -44,6 +46,29 @@ def test_buckets_leave_during_backward_and_change_nothing() -> None:
         return torch.equal(flat(net), flat(plain_net))
 
     assert run_ranks(2, ours) == [True, True]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_step_counts_what_it_waits_for_the_others(overlap: bool, delay: int) -> None:
+    """All of the time for which another rank is late, at whichever of a step's exchanges it is waited for."""
+    LATE_S, STEPS = 0.2, 8
+
+    def ours(transport: SimTransport) -> list[float]:
+        net, optimizer = fresh(transport, bucket_cap_mb=0.004, overlap=overlap, delay=delay)
+        waits = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(net, step, transport.rank).backward()
+            if step >= STEPS - 3 and transport.rank == 1:
+                time.sleep(LATE_S)
+            optimizer.step()
+            waits.append(1e-3 * optimizer.stats.comm_ms)
+        return waits[-2:]  # with a delay the first late step is waited for in the second
+
+    punctual, late = run_ranks(2, ours)
+    assert all(0.5 * LATE_S < waited for waited in punctual), punctual
+    assert sum(late) < sum(punctual), late
 
 
 @pytest.mark.parametrize("says_so", [True, False])
