@@ -14,12 +14,12 @@ from ..model_parallel import local
 
 # torch counts writes to a tensor, but not those through its `.data`. So the bits are compared as well in the first 3 of
 # every 100 steps, or of every 100 times that a bucket leaves during backward: 2 ns per element and comparison.
-_INSPECTED, _EVERY = 3, 100
+INSPECTED, _EVERY = 3, 100
 
 
 def is_inspected(count: int) -> bool:
     """Whether bits are compared after so many steps or sendings before this one."""
-    return count % _EVERY < _INSPECTED
+    return count % _EVERY < INSPECTED
 
 
 def gradient_bits(grads: Sequence[Tensor | None]) -> Tensor:

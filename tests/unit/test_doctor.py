@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 from onebit import OnebitAdam
 from onebit.cli.doctor import links, samples
-from onebit.cli.doctor.contenders import METHODS, WARMUP_STEPS, EmulatedModel
+from onebit.cli.doctor.contenders import FIRST, METHODS, WARMUP_STEPS, EmulatedModel
 from onebit.cli.doctor.installation import examine
 from onebit.cli.doctor.links import Link, Node, rounds, slow
 from onebit.cli.doctor.prediction import Line, Schedule, StepCost, predict, shapes_of, verdict
 from onebit.comm import SimTransport, kernels, run_ranks, torch_versions
+from onebit.usage.marks import is_inspected
 from onebit.version import VERSION
 
 DDP = next(m for m in METHODS if m.name == "DDP float32")
@@ -86,9 +87,9 @@ def test_launching_makes_backward_longer() -> None:
     exchange_s=st.floats(0.01, 5), update_s=st.floats(0, 1), compute_s=st.floats(0, 5),
 )  # fmt: skip
 def test_a_step_lies_between_its_limits(sizes: list[int], exchange_s: float, update_s: float, compute_s: float) -> None:
-    for schedule in (DDP.schedule, ONEBIT.schedule, Schedule(hides=False)):
+    for schedule in (DDP.schedule, ONEBIT.schedule, Schedule(hides=0.2, phases=1), Schedule(hides=0.0)):
         made = predict(cost(exchange_s, 0.0, update_s, sizes), schedule, sizes, compute_s)
-        least = max(compute_s, exchange_s) + update_s
+        least = max(compute_s, schedule.hides * exchange_s) + (1.0 - schedule.hides) * exchange_s + update_s
         assert least - 1e-9 <= made.hidden <= made.behind + 1e-9
         assert made.behind == pytest.approx(compute_s + exchange_s + update_s)
 
@@ -163,7 +164,7 @@ def test_every_method_takes_its_steps_and_tells_its_warmup() -> None:
     assert set(every[0]) == {m.name for m in methods} | warm and len(warm) == 2
     for step in every[0].values():
         assert 0.002 <= step.backward_s <= step.seconds and 0 <= step.update_s <= step.seconds
-    assert WARMUP_STEPS >= 2
+    assert WARMUP_STEPS >= 2 and not is_inspected(FIRST - 1)
 
 
 def test_predictions_have_a_row_for_each_sample() -> None:

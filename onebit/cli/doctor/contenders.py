@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ... import OnebitAdam, OnebitLamb, ZeroOneAdam
 from ...comm import SignCodec, Transport, codec_named, torch_versions
 from ...dense import DenseAverager
+from ...usage.marks import INSPECTED
 from ...zero.sharded.adam import ShardedOnebitAdam
 from .prediction import FORWARD, Schedule
 
@@ -211,8 +212,8 @@ class Method:
 
     make: constructs it from model and transport. sent_bytes: most bytes per element, which bounds the samples.
     steps_before: steps that do not count. has_warmup: whether it begins with `WARMUP_STEPS` of a warm-up, which are
-    timed as well. needs_group: whether it needs a process group of torch.distributed. is_dense: a baseline of our
-    methods (is_ours).
+    timed as well. warmup_schedule: theirs, if it is another. needs_group: whether it needs a process group of
+    torch.distributed. is_dense: a baseline of our methods (is_ours).
     """
 
     name: str
@@ -221,26 +222,37 @@ class Method:
     sent_bytes: float
     steps_before: int = 1
     has_warmup: bool = False
+    warmup_schedule: Schedule | None = None
     needs_group: bool = False
     is_dense: bool = False
     is_ours: bool = False
 
 
 WARMUP_STEPS = 3
-_DDP = Schedule(hides=True, bucket_mb=25.0, first_mb=1.0, closes_above=True, phases=1)
-_OURS, _ONE_BUCKET, _SHARDED = Schedule(hides=True), Schedule(hides=False, bucket_mb=1e4), Schedule(hides=False)
+"""A run has about as many, and so they count, though they look for edited gradients."""
+FIRST = 1 + INSPECTED
+"""Steps that do not count: the first one sends nothing during backward, the next ones look for edited gradients."""
+_DDP = Schedule(hides=1.0, bucket_mb=25.0, first_mb=1.0, closes_above=True, phases=1)
+_OURS, _ONE_BUCKET = Schedule(hides=1.0), Schedule(hides=0.0, bucket_mb=1e4)
+_BITS_DOWN = {"int4": 4, "sign": 1}
 
 
 def _ours(name: str, make: Callable[..., Any], *, has_warmup: bool = False, **options: object) -> Method:
     build = partial(make, compression="always", check_replicas_every=0, **options)
-    return Method(name, partial(Onebit, make=build), _OURS, 0.13, steps_before=2, has_warmup=has_warmup, is_ours=True)
+    return Method(
+        name, partial(Onebit, make=build), _OURS, 0.13, steps_before=FIRST, has_warmup=has_warmup, is_ours=True
+    )
 
 
 def _sharded(differences: str, *, has_warmup: bool = False) -> Method:
     warmup_steps = WARMUP_STEPS if has_warmup else 0
     build = partial(ShardedOnebitAdam, differences=differences, warmup_steps=warmup_steps, check_replicas_every=0)
     name = f"sharded, {differences} down"
-    return Method(name, partial(Onebit, make=build), _SHARDED, 0.33, has_warmup=has_warmup, is_ours=True)
+    goes_up = Schedule(hides=1 / (1 + _BITS_DOWN[differences]), phases=1)  # after the warm-up, and only that
+    return Method(
+        name, partial(Onebit, make=build), goes_up, 0.33, steps_before=FIRST, has_warmup=has_warmup,
+        warmup_schedule=Schedule(hides=0.0), is_ours=True,
+    )  # fmt: skip
 
 
 METHODS = (

@@ -47,11 +47,12 @@ class Line:
 class Schedule:
     """When a contender sends its buckets. bucket_mb: float32 MiB; first_mb: of the first bucket, if it differs.
 
-    hides: whether buckets are sent during backward. closes_above: a bucket takes tensors until it reaches its size
-    (DDP); if not, it takes none that would exceed it (ours). phases: operations of a bucket, one after the other.
+    hides: share of a bucket's exchange that is sent during backward; the rest follows it. closes_above: a bucket takes
+    tensors until it reaches its size (DDP); if not, it takes none that would exceed it (ours). phases: operations of a
+    bucket that are sent during backward, one after the other.
     """
 
-    hides: bool
+    hides: float
     bucket_mb: float = 16.0
     first_mb: float | None = None
     closes_above: bool = False
@@ -93,8 +94,11 @@ def predict(cost: StepCost, schedule: Schedule, numels: Sequence[int], compute_s
     n = sum(numels)
     exchange, launching, update = cost.exchange.at(n), min(cost.launching.at(n), cost.exchange.at(n)), cost.update.at(n)
     behind = compute_s + exchange + update
-    if not schedule.hides:
+    if schedule.hides == 0.0:
         return Prediction(behind, behind)
+    later = (1.0 - schedule.hides) * exchange
+    exchange -= later
+    launching = min(launching, exchange)
     launched_at, on_wire = [], []
     clock, complete = FORWARD * compute_s, 0
     for size in schedule.buckets(numels):
@@ -102,7 +106,7 @@ def predict(cost: StepCost, schedule: Schedule, numels: Sequence[int], compute_s
         clock += (1 - FORWARD) * compute_s * size / n + launching * size / n
         launched_at.append(clock)
         on_wire.append((exchange - launching) * size / n)
-    return Prediction(_wire_end(launched_at, on_wire, clock, schedule.phases) + update, behind)
+    return Prediction(_wire_end(launched_at, on_wire, clock, schedule.phases) + later + update, behind)
 
 
 def _wire_end(launched_at: Sequence[float], seconds: Sequence[float], step_at: float, phases: int) -> float:

@@ -22,7 +22,7 @@ from .prediction import Line, Prediction, StepCost, predict, shapes_of
 
 Shapes = Sequence[tuple[int, int]]
 WARMUP = ", warm-up"
-REPEATS = 3
+REPEATS = 5
 STEP_S = 0.7  # aim for the traffic of a sample's step
 SMALL, LARGE = 1 << 20, 3 << 22
 """Elements of the samples if the network is fast enough: our optimizers send a step of LARGE in three buckets."""
@@ -155,9 +155,10 @@ def predictions(
     """Seconds of a step of a model of these shapes, by row of the table."""
     numels, found = numels_of(shapes), {}
     for method in methods:
-        for name in (method.name, method.name + WARMUP):
+        schedules = {method.name: method.schedule, method.name + WARMUP: method.warmup_schedule or method.schedule}
+        for name, schedule in schedules.items():
             if name in samples:
-                found[name] = predict(cost_of(method, samples[name]), method.schedule, numels, compute_s)
+                found[name] = predict(cost_of(method, samples[name]), schedule, numels, compute_s)
     return found
 
 
