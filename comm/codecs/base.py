@@ -216,6 +216,7 @@ class FusedCodec(Codec):
             step: Tensors, modified in place as `LocalStep` describes, in blocks of this codec's size.
         """
         self._stepping_kernel(step.momentum.old).local_step(step, block=self.block)
+        count_writes(step.params)
 
     def correct_residual(self, momentum: MomentumInputs, factor: float, residual_KN: Tensor) -> None:
         """Residual ← what it would be if the gradients had been sent with `factor` times their factor.
@@ -315,6 +316,11 @@ def mean_into_(out_N: Tensor, values_KN: Tensor) -> None:
     for row_N in values_KN[1:]:
         out_N.add_(row_N)
     out_N.mul_(1.0 / len(values_KN))
+
+
+def count_writes(tensors: Sequence[Tensor | None]) -> None:
+    """Tell autograd of tensors that a kernel has written: a graph that needs what they were must not be used."""
+    torch.autograd.graph.increment_version([x for x in tensors if x is not None])
 
 
 def check_block(block: object, multiple: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.operands import MasterStep, ParamUpdate
-from .base import Codec, Witness, all_finite, check_block, check_whole_blocks
+from .base import Codec, Witness, all_finite, check_block, check_whole_blocks, count_writes
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Int4Codec(Codec):
     def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
         """p ← keep·p + weight·value, with the values of frames of rows of n elements, in one pass."""
         kernels.select(self.kernel, frames_KB.device, "int4").int4_apply(frames_KB, n, update, block=self.block)
+        count_writes(update.params)
 
     def step_masters(self, step: MasterStep) -> None:
         """Step the master weights of a chunk, and make the frame of what their replicas then lack."""

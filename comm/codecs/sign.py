@@ -20,7 +20,7 @@ from ..kernels.operands import (
     OwnerStep,
     ParamUpdate,
 )
-from .base import FusedCodec, Witness, all_finite, check_block, check_whole_blocks
+from .base import FusedCodec, Witness, all_finite, check_block, check_whole_blocks, count_writes
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,12 @@ class SignCodec(FusedCodec):
     def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
         """p ← keep·p + weight·value, with the values of frames of rows of n elements."""
         kernels.select(self.kernel, frames_KB.device).apply(frames_KB, n, update, block=self.block)
+        count_writes(update.params)
 
     def local_step(self, step: LocalStep) -> None:
         """m ← add·y + keep·m, u ← u + weight·m, p ← kept·p - weight·m, in blocks of this size; nothing is encoded."""
         kernels.select(self.kernel, step.momentum.old.device).local_step(step, block=self.block)
+        count_writes(step.params)
 
     def correct_residual(self, momentum: MomentumInputs, factor: float, residual_KN: Tensor) -> None:
         """Residual ← what it would be if the gradients had been sent with `factor` times their factor."""

@@ -6,11 +6,12 @@ import time
 
 import pytest
 import torch
-from family import flat, fresh, loss_of, train
+from family import FAMILY, flat, fresh, loss_of, model, train
 from torch import Tensor, nn
 
 import onebit
 from onebit.comm import IdentityCodec, SimTransport, run_ranks
+from onebit.zero import ShardedOnebitAdam
 
 # -------------------------------------------------------------------------------- overlap, accumulation, clipping
 
@@ -69,6 +70,25 @@ def test_a_step_counts_what_it_waits_for_the_others(overlap: bool, delay: int) -
     punctual, late = run_ranks(2, ours)
     assert all(waited > 0.5 * LATE_S for waited in punctual), punctual
     assert sum(late) < sum(punctual), late
+
+
+@pytest.mark.parametrize("make", [*FAMILY, "sharded"])
+def test_a_graph_from_before_the_step_is_refused(make: str) -> None:
+    """As with torch's own optimizers, whose writes autograd counts; in every phase."""
+    transport = SimTransport()
+    if make == "sharded":
+        net = model()
+        optimizer = ShardedOnebitAdam(net.parameters(), lr=0.01, warmup_steps=5, transport=transport)
+    else:
+        net, optimizer = fresh(transport, make)
+    for step in range(20):
+        old = loss_of(net, step, 0)
+        loss_of(net, step, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old.backward()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("says_so", [True, False])
