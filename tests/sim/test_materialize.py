@@ -171,6 +171,44 @@ def test_an_export_that_fails_leaves_the_model_before(
     assert alike(zero.materialize(on_meta(), tmp_path), net())
 
 
+@pytest.mark.parametrize("name", ["..", "", ".", "mine", "../other.txt"])
+def test_an_export_removes_nothing_but_the_files_that_an_old_index_names(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    (folder / "mine").mkdir(parents=True)
+    (tmp_path / "other.txt").write_text("theirs")
+    (folder / "mine" / "notes.txt").write_text("theirs")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    zero.export_weights(net(), folder, SimTransport(), max_file_bytes=300)
+    assert (tmp_path / "other.txt").exists() and (folder / "mine" / "notes.txt").exists()
+    assert alike(zero.materialize(on_meta(), folder), net())
+
+
+def test_what_a_killed_export_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    hidden = tmp_path / ".model.safetensors.index.json.new"
+    hidden.mkdir()
+    (hidden / "model-00001-of-00009.safetensors").write_bytes(b"half")
+    zero.export_weights(net(), tmp_path, SimTransport(), max_file_bytes=300)
+    assert not hidden.exists() and alike(zero.materialize(on_meta(), tmp_path), net())
+
+
+def test_files_that_cannot_be_moved_stay_and_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zero.export_weights(net(), tmp_path, SimTransport(), max_file_bytes=300)
+
+    replace = os.replace
+
+    def fail(source: Path, target: Path) -> None:
+        if Path(source).name == Path(target).name:
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        with pytest.raises(OSError, match=r"Input/output error; its new files are in \S+\.new: move them"):
+            zero.export_weights(net(), tmp_path, SimTransport(), max_file_bytes=300)
+    hidden = tmp_path / ".model.safetensors.index.json.new"
+    assert alike(zero.materialize(on_meta(), hidden), net())
+
+
 # -------------------------------------------------------------------------------- what is wrong
 
 

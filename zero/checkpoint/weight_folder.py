@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +58,9 @@ def export_folder(
     files = _share_out(_entries(model, grid), dtype, max_file_bytes)
     own = model.state_dict()
     names = [f"model-{k + 1:05d}-of-{len(files):05d}.safetensors" for k in range(len(files))]
-    hidden = folder / f".{INDEX}.{secrets.token_hex(8)}"
+    hidden = folder / hidden_beside(INDEX)
+    if transport.rank == 0:
+        remove(hidden)  # of an export that was killed
     try:
         for name, entries in zip(names, files, strict=True):
             tensors: dict[str, Tensor] = {}
@@ -78,13 +79,20 @@ def export_folder(
         if transport.rank == 0:
             try:
                 _write_index(hidden, names, files, dtype)
-                publish(hidden)
             except OSError as error:
                 problem = f"rank 0: {folder / INDEX} cannot be written: {reason(error)}"
         raise_on_all_ranks(transport, problem, OSError)
-    finally:
+    except BaseException:
         if transport.rank == 0:
             remove(hidden)
+        raise
+    problem = None
+    if transport.rank == 0:
+        try:
+            publish(hidden)
+        except OSError as error:
+            problem = f"rank 0: {error}"
+    raise_on_all_ranks(transport, problem, OSError)
 
 
 def publish(written: Path, whole: str = WHOLE, index: str = INDEX) -> None:
@@ -97,16 +105,31 @@ def publish(written: Path, whole: str = WHOLE, index: str = INDEX) -> None:
         written: The folder with the files.
         whole: Name of the only file of a model, which readers take before an index.
         index: Name of the index of several files.
+
+    Raises:
+        OSError: A file cannot be moved. The message names the folder where the new ones stay.
     """
     folder, names = written.parent, {path.name for path in written.iterdir()}
     old = _named_by(folder / index)
-    for name in (names | {index, whole}) - (names & {whole}):
-        (folder / name).unlink(missing_ok=True)
-    for name in sorted(names, key=lambda name: (name == index, name)):
-        os.replace(written / name, folder / name)
-    sync_folder(folder)
-    for name in old - names:
-        remove(folder / name)
+    try:
+        for name in (names | {index, whole}) - (names & {whole}):
+            (folder / name).unlink(missing_ok=True)
+        for name in sorted(names, key=lambda name: (name == index, name)):
+            os.replace(written / name, folder / name)
+        sync_folder(folder)
+        for name in old - names:
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"the model in {folder} cannot be replaced: {reason(error)}; its new files are in {written}: move them to "
+            f"{folder} yourself, {index} last"
+        ) from error
+    written.rmdir()
+
+
+def hidden_beside(index: str) -> str:
+    """Name of the folder in which a model with this index is written, beside the model that it will replace."""
+    return f".{index}.new"
 
 
 def _entries(model: nn.Module, grid: Grid | None) -> list[Entry]:
@@ -167,9 +190,10 @@ def _write_index(folder: Path, names: list[str], files: list[list[Entry]], dtype
 
 
 def _named_by(index: Path) -> set[str]:
-    """The files that an index names; none without one."""
+    """The files beside an index that it names; none without one."""
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return set()  # none, another program's index, or a damaged one
-    return {name for name in names if isinstance(name, str) and Path(name).name == name}
+    beside = {path.name for path in index.parent.iterdir() if path.is_file()}
+    return {name for name in names if isinstance(name, str)} & beside

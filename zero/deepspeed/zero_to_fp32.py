@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoint.files import remove
-from ..checkpoint.weight_folder import publish
+from ..checkpoint.weight_folder import hidden_beside, publish
 from ..checkpoint.weights import write_weights
 from ..checkpoint.whole import read_checkpoint_weights
 
@@ -92,7 +91,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     one, table = f"{stem}.{ending}", f"{stem}.{ending}.index.json"
     if len(files) == 1:
         places = [one]
-    hidden = folder / f".{table}.{secrets.token_hex(8)}"
+    hidden = folder / hidden_beside(table)
+    remove(hidden)  # of a call that was killed
     hidden.mkdir(parents=True)
     try:
         place_of: dict[str, str] = {}
@@ -106,9 +106,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         if len(files) > 1:
             index = {"metadata": {"total_size": sum(x.nbytes for x in whole.values())}, "weight_map": place_of}
             (hidden / table).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        publish(hidden, one, table)
-    finally:
+    except BaseException:
         remove(hidden)
+        raise
+    publish(hidden, one, table)
 
 
 def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> M:
