@@ -75,10 +75,13 @@ class InferenceEngine:
         self._check_call(inputs, named)
         return self.ranks.share(self.module(*inputs, **named))
 
-    def __getattr__(self, name: str) -> NoReturn:
-        about = f"{type(self).__name__} has no {name}"
-        module = vars(self).get("module")
-        raise AttributeError(f"{about}; its module has: engine.module.{name}" if hasattr(module, name) else about)
+    if not TYPE_CHECKING:  # else any name would be one for type checkers
+
+        def __getattr__(self, name: str) -> NoReturn:
+            about = f"{type(self).__name__} has no {name}"
+            if hasattr(vars(self).get("module"), name):
+                about += f"; its module has: engine.module.{name}"
+            raise AttributeError(about, name=name, obj=self)
 
     def _check_call(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
         if self.before_first_call is not None:
