@@ -564,7 +564,7 @@ ONEBIT_ENCODE_MOMENTUM(sign_encode_momentum_packed_variance, true, true)
                           at.inside};                                                                                    \
     clear_tail(frame, J * (sign::kBitBytes + 2), frame_bytes, at, J);                                                    \
     sign::GradientSource source;                                                                                         \
-    const Pointers tensors{owners, grads, first, static_cast<int>(S)};                                             \
+    const Pointers tensors{owners, grads, first, static_cast<int>(S)};                                                   \
     const int s = owners[at.b];                                                                                          \
     source.kind = s < 0 ? kNone : tensors.kind(s);                                                                       \
     source.grad = s < 0 ? nullptr : reinterpret_cast<const void*>(grads[s]);                                             \
@@ -692,8 +692,8 @@ ONEBIT_KERNEL sign_owner_step(const u8* received, i64 received_stride, i64 K, i6
     if (!at.inside) return;                                                                                              \
     const i64 flat = static_cast<i64>(at.b) * kBlock;                                                                    \
     const int s = owners[at.b];                                                                                          \
-    const Pointers tensors{owners, grads, first, static_cast<int>(S)};                                             \
-    const Pointers written{owners, params, first, static_cast<int>(S)};                                            \
+    const Pointers tensors{owners, grads, first, static_cast<int>(S)};                                                   \
+    const Pointers written{owners, params, first, static_cast<int>(S)};                                                  \
     const i64 start = s < 0 ? 0 : tensors.start(s, at.b);                                                                \
     const int left = s < 0 ? 0 : tensors.left(s, at.b);                                                                  \
     const int kind = s < 0 ? kNone : written.kind(s);                                                                    \
@@ -724,7 +724,7 @@ ONEBIT_LOCAL_STEP(local_step_variance, true)
     const int s = owners[at.b];                                                                                         \
     if (!at.inside || s < 0) return;                                                                                    \
     const i64 flat = static_cast<i64>(at.b) * kBlock;                                                                   \
-    const Pointers tensors{owners, grads, first, static_cast<int>(S)};                                            \
+    const Pointers tensors{owners, grads, first, static_cast<int>(S)};                                                  \
     sign::MomentumSource<false, VARIANCE> source;                                                                       \
     source.grad_kind = tensors.kind(s), source.grad = reinterpret_cast<const void*>(grads[s]);                          \
     source.grad_at = tensors.start(s, at.b), source.grad_left = tensors.left(s, at.b);                                  \
@@ -746,7 +746,7 @@ ONEBIT_CORRECT_RESIDUAL(correct_residual_variance, true)
     const Place at(static_cast<u32>(K * J), static_cast<u32>(J));                                                       \
     const i64 flat = static_cast<i64>(at.b) * kBlock;                                                                   \
     const int s = owners[at.b];                                                                                         \
-    const Pointers tensors{owners, grads, first, static_cast<int>(S)};                                            \
+    const Pointers tensors{owners, grads, first, static_cast<int>(S)};                                                  \
     sign::MomentumSource<PACKED, VARIANCE> source;                                                                      \
     source.grad_kind = s < 0 ? kNone : tensors.kind(s);                                                                 \
     source.grad = s < 0 ? nullptr : reinterpret_cast<const void*>(grads[s]);                                            \

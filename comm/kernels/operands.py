@@ -277,7 +277,8 @@ class MasterStep:
         masters_N: float32 [N], modified in place.
         replicas: The replicas in the chunk, one per segment, of any float type, only read.
         segments: Where they are in the chunk.
-        counts_J: int32 [J], real elements of each block; 0: its masters stay, and its frame is of zeros.
+        counts_J: int32 [J], real elements of each block, all of them in segments; 0: its masters stay, and its frame is
+            of zeros.
         frame_1B: uint8 [1, B], overwritten.
         weight: Factor of u.
         keep: Factor of the masters.

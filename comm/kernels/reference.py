@@ -313,14 +313,13 @@ def step_masters(step: MasterStep, *, block: int, scale: str) -> None:
 def step_masters_(step: MasterStep) -> Tensor:
     """Masters ← those after the step. What their replicas lack, float32 [1, N]; the padding is not defined."""
     x, block = step.masters_N, step.segments.block
-    stepped = torch.add(x * step.keep, step.update_N * step.weight)
+    stepped = (x * step.keep).add_(step.update_N * step.weight)
     real = torch.arange(block, device=x.device) < step.counts_J.unsqueeze(1)
     torch.where(real, stepped.view(real.shape), x.view(real.shape), out=x.view(real.shape))
-    lacking = x.clone()
+    lacking = stepped  # in its memory, which has the replicas first
     if step.replicas:
-        views = step.segments.views(lacking)
-        torch._foreach_sub_(views, [replica.reshape(-1).float() for replica in step.replicas])
-    return lacking.unsqueeze(0)
+        torch._foreach_copy_(step.segments.views(lacking), [replica.reshape(-1) for replica in step.replicas])
+    return torch.sub(x, lacking, out=lacking).unsqueeze(0)
 
 
 def _larger(a: Tensor, b: Tensor) -> Tensor:

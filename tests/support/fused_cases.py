@@ -296,9 +296,11 @@ def check_step_masters(
     """
     N, J = case.K * case.N, case.K * case.J
     specified = reference.step_masters if frame == "sign" else int4_reference.int4_step_masters
-    replicas = [torch.empty(0) if x is None else x for x in tensors_of(case, 60)]
-    numels = tuple(x.numel() for x in replicas)
-    segments, counts = Segments(case.segments().first, numels, case.block), case.counts().view(-1).clone()
+    replicas = [
+        numbers(n, seed=60 + k).to(dtype or torch.float32)
+        for k, (n, dtype) in enumerate(zip(case.numels, case.dtypes, strict=True))
+    ]
+    segments, counts = case.segments(), case.counts().view(-1)
     counts[1::3] = 0
     read = [numbers(N, seed=61), counts, *replicas]
     if J > 2:
