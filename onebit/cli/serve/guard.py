@@ -33,6 +33,11 @@ class Punctual(H11Protocol):
         transport.set_write_buffer_limits(0)  # so that every byte that cannot be sent pauses writing
         self._limit()
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in filter(None, (self._late, self._unread)):
+            timer.cancel()
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._await_reader()
