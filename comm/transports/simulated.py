@@ -110,10 +110,11 @@ class SimNetwork:
                 left = deadline - time.monotonic()
                 if dead:
                     raise PeerError(f"rank {rank}: rank {dead} ended before {operation}", dead)
-                if left <= 0 or not self._changed.wait(left):
+                if left <= 0:
                     raise PeerError(
                         f"rank {rank}: nothing from rank {missing} for {self.timeout_s} s in {operation}", missing
                     )
+                self._changed.wait(left)
             posted = [slot[peer].read() for peer in range(self.world_size)]
             self._readers[place] = self._readers.get(place, 0) + 1
             if self._readers[place] == self.world_size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ from ranks import Ended, run_mpi, run_torchrun
 from transport_contract import CHECKS, digest_of_compressed_rounds
 
 from onebit import OnebitAdam, dense, zero
-from onebit.comm import SignCodec, allreduce_mean, hierarchical, run_ranks
+from onebit.comm import PeerError, SignCodec, SimNetwork, SimTransport, allreduce_mean, hierarchical, run_ranks
 from onebit.comm.transports.edge import DIAGNOSIS_S, check_all_gather, check_all_to_all, check_contiguous, check_shift
 from onebit.comm.transports.mpi import check_thread_level
 from onebit.comm.transports.torch_distributed import TorchTransport
@@ -159,6 +160,15 @@ def test_ranks_that_launch_different_operations_are_told(backend: str, name: str
 def test_simulated_ranks_that_launch_different_operations_are_told(name: str) -> None:
     for rank, seen in enumerate(run_ranks(3, lambda transport: transport_ranks.disagree(transport, name))):
         check_disagreement(name, rank, seen)
+
+
+def test_a_late_simulated_rank_is_named_and_not_one_that_came_meanwhile() -> None:
+    network = SimNetwork(3, timeout_s=1.0)
+    comes = threading.Timer(0.2, lambda: SimTransport(network, 1).all_reduce(torch.ones(1)))
+    comes.start()
+    with pytest.raises(PeerError, match=r"nothing from rank \[2\] for 1.0 s"):
+        SimTransport(network, 0).all_reduce(torch.ones(1)).wait()
+    comes.join()
 
 
 def test_a_rank_in_a_barrier_of_torch_and_one_in_an_exchange_name_each_other() -> None:
