@@ -111,14 +111,16 @@ def on_one_cpu() -> Iterator[None]:
     with ExitStack() as held:
         for cpu in CPUS:
             with suppress(OSError):  # of another worker, or of another user
-                file = held.enter_context(Path(tempfile.gettempdir(), f"onebit-tests-cpu-{cpu}").open("w"))
+                file = held.enter_context(Path(tempfile.gettempdir(), f"onebit-tests-cpu-{cpu}").open("a"))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.sched_setaffinity(0, {cpu})
                 break
         try:
             yield
         finally:
-            os.sched_setaffinity(0, CPUS)
+            for thread in Path("/proc/self/task").iterdir():  # also those that it has started, as torch's
+                with suppress(OSError):
+                    os.sched_setaffinity(int(thread.name), CPUS)
 
 
 @pytest.hookimpl(wrapper=True)
