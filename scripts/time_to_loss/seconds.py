@@ -132,7 +132,7 @@ def work() -> None:
     asked = json.loads(os.environ["TIME_TO_LOSS"])
     same = asked["same"]
     # What ranks compare in the first steps alone is left out: few steps are timed here, and a run has many.
-    marks._INSPECTED, wrappers.COMPARED_STEPS = 0, 0
+    marks.INSPECTED, wrappers.COMPARED_STEPS = 0, 0
     if same["backend"] == "nccl":
         os.environ.update(NCCL_HOSTS_ON_ONE_GPU, NCCL_HOSTID=f"rank{os.environ['RANK']}")
     transport = comm.init(same["backend"])

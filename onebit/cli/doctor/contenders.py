@@ -228,10 +228,9 @@ class Method:
     is_ours: bool = False
 
 
-WARMUP_STEPS = 3
-"""A run has about as many, and so they count, though they look for edited gradients."""
 FIRST = 1 + INSPECTED
 """Steps that do not count: the first one sends nothing during backward, the next ones look for edited gradients."""
+WARMUP_STEPS = FIRST + 2
 _DDP = Schedule(hides=1.0, bucket_mb=25.0, first_mb=1.0, closes_above=True, phases=1)
 _OURS, _ONE_BUCKET = Schedule(hides=1.0), Schedule(hides=0.0, bucket_mb=1e4)
 _BITS_DOWN = {"int4": 4, "sign": 1}

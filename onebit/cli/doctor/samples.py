@@ -17,7 +17,7 @@ import torch
 
 from ...comm import Transport
 from ...comm.messages import gather_bytes
-from .contenders import WARMUP_STEPS, Contender, EmulatedModel, Method
+from .contenders import FIRST, WARMUP_STEPS, Contender, EmulatedModel, Method
 from .prediction import Line, Prediction, StepCost, predict, shapes_of
 
 Shapes = Sequence[tuple[int, int]]
@@ -84,8 +84,8 @@ def measure(
         return Timed(*(statistics.median(column) for column in zip(*every, strict=True)))
 
     if method.has_warmup:
-        median(1)
-        rows[method.name + WARMUP] = median(WARMUP_STEPS - 1)
+        median(FIRST)
+        rows[method.name + WARMUP] = median(WARMUP_STEPS - FIRST)
     median(method.steps_before)
     rows[method.name] = median(repeats)
     gc.collect()
