@@ -34,12 +34,17 @@ NAMES = (
     "members",
     "newcomers",
     "time_to_loss",
+    "forecasts",
     "peer_deepspeed",
 )
 
 
+ELSEWHERE = {"time_to_loss": "time_to_loss.main", "forecasts": "time_to_loss.forecasts"}
+"""Those whose modules are in a room of their own."""
+
+
 def module_of(name: str) -> str:
-    return "time_to_loss.main" if name == "time_to_loss" else f"bench.{name}"  # it has a room
+    return ELSEWHERE.get(name, f"bench.{name}")
 
 
 def list_names() -> None:

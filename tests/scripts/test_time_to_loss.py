@@ -17,11 +17,11 @@ from bench.peer_deepspeed import ROOT, python, why_not_prepared
 from ranks import python_of_forks
 from study.catalog import load_task
 from study.tasks import LargeLM
-from time_to_loss import losses, report
+from time_to_loss import forecasts, losses, report
 from time_to_loss.losses import Found, Run
 from time_to_loss.main import main
 from time_to_loss.peers import DeMo, LowRank
-from time_to_loss.seconds import Timed
+from time_to_loss.seconds import Timed, read
 from time_to_loss.ways import WAYS
 
 from onebit.cli.cluster import available
@@ -242,6 +242,26 @@ def test_steps_are_timed_on_emulated_hosts(tmp_path: Path, monkeypatch: pytest.M
             assert all(seconds["round"] + (n - 1) * seconds["local"] > 0.01 * n for n in (4, 32))
         else:
             assert all(s > 0.01 for s in seconds.values())
+
+
+@pytest.mark.net
+@pytest.mark.thorough
+def test_forecasts_stand_beside_what_steps_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := available():
+        pytest.skip(f"emulated hosts: {reason}")
+    monkeypatch.setattr(sys, "executable", str(python_of_forks()))
+    small = ["--params", "1e6", "--compute", "0.01", "--hosts", "2", "--rates", "1gbit", "--budget", "0.2"]
+    forecasts.main([*small, "--folder", str(tmp_path), "--record", str(tmp_path / "record.md")])
+    text = (tmp_path / "record.md").read_text()
+    rows = [
+        line.split(" | ")
+        for line in text.splitlines()
+        if line.startswith(tuple(f"| {m} |" for m in forecasts.MEASURED))
+    ]
+    assert len(rows) == len(forecasts.MEASURED) and f"of {len(rows)} are within 10%" in text
+    said = json.loads((tmp_path / "2-1gbit.json").read_text())["predicted"]["OnebitAdam"]["hidden"]
+    (found,) = (t.seconds["compressed"] for t in read(tmp_path / "2-1gbit.jsonl") if t.way == "OnebitAdam")
+    assert f"| OnebitAdam | {said:.3f}, {found:.3f} ({said / found - 1:+.0%}) |" in text
 
 
 def test_deepspeeds_ways_are_left_out_aloud_without_its_environment(
