@@ -1,6 +1,6 @@
 # make demo    install into .venv, then train the same model with dense AdamW and with OnebitAdam, and compare
 # make bench   install, DeepSpeed into .venv-deepspeed, then time the collective, and steps of every method
-# make test    install, then run the usual tests (about seventeen minutes on two cores)
+# make test    install, then run the usual tests (about ten minutes on two cores)
 #      test-fast   those without processes, network and patience (a minute and a half)
 #      test-all    all of them (half an hour to fifty minutes, by the machine)
 #      test-matrix the fast ones with the oldest, pinned and newest torch, and every Python found (5 GB each)
