@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 from study import run as study_run
@@ -68,7 +69,11 @@ def test_without_error_feedback_it_does_not(monkeypatch: pytest.MonkeyPatch) -> 
 def test_sharded_onebit_adam_reaches_the_loss_of_adamw_and_would_not_if_it_forgot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On digits; forgetting what was not sent is plain sign compression."""
+    """On digits; forgetting what was not sent is plain sign compression.
+
+    The mean of two seeds: of six, ratios are from 1.003 to 1.039 in four bits, with a mean of 1.022 or 1.024 as sums
+    are rounded.
+    """
 
     class Forgetful(ShardedOnebitAdam):
         def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -77,9 +82,10 @@ def test_sharded_onebit_adam_reaches_the_loss_of_adamw_and_would_not_if_it_forgo
                 bucket.momentum.zero_()
             return loss
 
-    dense = replace(DIGITS, lr=4e-3)
-    adamw = run_job(dense).loss
+    dense = [replace(DIGITS, lr=4e-3, seed=seed) for seed in (1, 2)]
+    adamw = [run_job(job).loss for job in dense]
     for method in SHARDED:
-        assert run_job(replace(dense, method=method)).loss < 1.03 * adamw
+        losses = [run_job(replace(job, method=method)).loss for job in dense]
+        assert mean(loss / of for loss, of in zip(losses, adamw, strict=True)) < 1.03
     monkeypatch.setitem(study_run.METHODS, SHARDED[0], study_run._ours(SHARDED[0], "adamw", Forgetful))
-    assert run_job(replace(dense, method=SHARDED[0])).loss > 1.15 * adamw
+    assert run_job(replace(dense[0], method=SHARDED[0])).loss > 1.15 * adamw[0]
