@@ -320,7 +320,9 @@ def mean_into_(out_N: Tensor, values_KN: Tensor) -> None:
 
 def count_writes(tensors: Sequence[Tensor | None]) -> None:
     """Tell autograd of tensors that a kernel has written: a graph that needs what they were must not be used."""
-    torch.autograd.graph.increment_version([x for x in tensors if x is not None])
+    for x in tensors:
+        if x is not None:
+            torch.autograd.graph.increment_version(x)
 
 
 def check_block(block: object, multiple: int) -> None:

@@ -40,7 +40,7 @@ MEASURED = {
 
 
 def predicted(args: argparse.Namespace, hosts: int, rate: str) -> dict[str, float]:
-    """Seconds of a step by row, as the doctor says."""
+    """Seconds of a step by row, as the doctor predicts them."""
     path = args.folder / f"{hosts}-{rate}.json"
     if not path.exists():
         words = [sys.executable, "-m", "onebit", "emulate", "--hosts", str(hosts), "--rate", rate, "--", "python"]
@@ -61,8 +61,8 @@ def measured(args: argparse.Namespace, hosts: int, rate: str) -> dict[str, float
 def compare(args: argparse.Namespace) -> Iterator[dict[str, tuple[float, float]]]:
     """For each network, by row: the seconds predicted and measured."""
     for hosts, rate in args.networks:
-        said, found = predicted(args, hosts, rate), measured(args, hosts, rate)
-        yield {name: (said[name], found[name]) for name in MEASURED}
+        before, after = predicted(args, hosts, rate), measured(args, hosts, rate)
+        yield {name: (before[name], after[name]) for name in MEASURED}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -83,8 +83,8 @@ def main(argv: Sequence[str]) -> None:
     rows = []
     for name in MEASURED:
         pairs = [network[name] for network in every]
-        rows.append([name, *(f"{said:.3f}, {found:.3f} ({said / found - 1:+.0%})" for said, found in pairs)])
-    errors = [abs(said / found - 1) for network in every for said, found in network.values()]
+        rows.append([name, *(f"{before:.3f}, {after:.3f} ({before / after - 1:+.0%})" for before, after in pairs)])
+    errors = [abs(before / after - 1) for network in every for before, after in network.values()]
     heads = ("seconds of a step: predicted, measured", *(f"{hosts} hosts, {rate}" for hosts, rate in args.networks))
     near = f"{sum(error < NEAR for error in errors)} of {len(errors)} are within {NEAR:.0%}."
     how = f"{args.params / 1e6:g} M parameters, {args.compute:g} s of computing. {near}"

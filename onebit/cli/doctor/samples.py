@@ -25,7 +25,7 @@ WARMUP = ", warm-up"
 REPEATS = 5
 STEP_S = 0.7  # aim for the traffic of a sample's step
 SMALL, LARGE = 1 << 20, 3 << 22
-"""Elements of the samples if the network is fast enough: our optimizers send a step of LARGE in three buckets."""
+"""Elements of the samples if the network is fast enough."""
 
 
 @dataclass(frozen=True)
