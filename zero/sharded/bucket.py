@@ -230,13 +230,23 @@ class ShardedBucket:
         return [x.view(-1) for x in self.layout.views(self.gather_gradients(scale))], 1.0
 
     def own_gradients(self, scale: float | Tensor) -> Tensor:
-        """As `gather_gradients`, of this rank's chunk, float32 [N]."""
-        chunk, grads = torch.zeros(self.layout.chunk, device=self.device, dtype=torch.float32), self.gradients()
-        own = [(chunk[at : at + stop - start], grads[k], start, stop) for k, start, stop, at in self.pieces]
-        present = [(view, grad.reshape(-1)[start:stop]) for view, grad, start, stop in own if grad is not None]
-        if present:
-            views, parts = zip(*present, strict=True)
-            torch._foreach_copy_(views, parts)
+        """As `gather_gradients`, of this rank's chunk, float32 [N]. Writes each element once."""
+        chunk, grads = torch.empty(self.layout.chunk, device=self.device, dtype=torch.float32), self.gradients()
+        sizes, end = list[int](), 0
+        for piece in self.pieces:
+            sizes += [piece.at - end, piece.stop - piece.start]
+            end = piece.at + piece.stop - piece.start
+        views = chunk.split([*sizes, self.layout.chunk - end])  # padding, a piece, padding, ...
+        zeros, own, parts = list(views[::2]), list[Tensor](), list[Tensor]()
+        for view, (k, start, stop, _) in zip(views[1::2], self.pieces, strict=True):
+            if (grad := grads[k]) is None:
+                zeros.append(view)
+            else:
+                own.append(view)
+                parts.append(grad.reshape(-1)[start:stop])
+        torch._foreach_zero_(zeros)
+        if own:
+            torch._foreach_copy_(own, parts)
         return _scaled_(chunk, scale)
 
     @cached_property
