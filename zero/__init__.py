@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from . import comm as comm
     from . import compression as compression
     from . import data, data_efficiency, grid
+    from . import elasticity as elasticity
     from . import moe as moe
     from . import ops as ops
     from . import pipe as pipe
@@ -88,6 +89,7 @@ else:
             "checkpointing",
             "comm",
             "compression",
+            "elasticity",
             "moe",
             "ops",
             "pipe",

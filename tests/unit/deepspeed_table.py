@@ -77,6 +77,7 @@ MODULES: dict[str, str] = {
     "comm": "and torch.distributed's collectives",
     "compression.compress": "[compression](compression.md)",
     "compression.helper": "for GPT-2's layers, before `init_compression`",
+    "elasticity": "for the script that starts the ranks",
     "moe.utils": "for models without experts",
     "ops.adam": "torch's; `DeepSpeedCPUAdam`: [`HostAdam`](memory.md#adam-in-host-memory) if all parameters are in "
     "host memory; with `fp32_optimizer_states=False` its m is in bfloat16 and v in 8 bits, where DeepSpeed's have the "

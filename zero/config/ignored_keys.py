@@ -44,7 +44,7 @@ _PIECES = "parameters are read in pieces of a chunk's size, buffer_count of them
 _MEAN = "gradients are summed in float32, which neither overflows nor needs a factor"
 _FINITE = "gradients that are not finite are always noticed, and the step skipped"
 _SEQUENCE = 'the format of keys and values is "onebit": {"sequence": {"codec": ...}}; their gradients travel in float32'
-_FREE = "train it without, or with the package it comes from"
+_FREE = "train without it, or with DeepSpeed 0.19.6, the last release that has it"
 
 FP16 = {
     "auto_cast": Inert(BOOL, "floating-point inputs are always cast to the type computed in", fine=(True,)),
@@ -90,7 +90,10 @@ PIPELINE = {
     "use_reentrant": Inert(BOOL, "activation checkpoints are non-reentrant", fine=(False,)),
 }
 
-DATA_TYPES = {"grad_type": Inert(TEXT, "gradients are float32, or, sharded across nodes, of the type computed in")}
+DATA_TYPES = {
+    "grad_type": Inert(TEXT, "gradients are float32, or, sharded across nodes, of the type computed in"),
+    "keep_in_fp32_modules": Inert(ANYTHING, "buffers of checkpoints all stay in float32", fine=("auto",)),
+}
 
 OFFLOAD = {
     "fast_init": Inert(BOOL, "files are reserved, not written, when a run begins", fine=(True, False)),
@@ -194,6 +197,7 @@ _TENSOR_PARALLEL = {
     "preset_model": TEXT,
     "tp_overlap_comm": BOOL,
     "vocab_parallel_lm_head": BOOL,
+    "vocab_parallel_ce_backend": TEXT,
     "partition_config": OBJECT,
 }
 _HYBRID = _SWITCH | {
@@ -203,18 +207,6 @@ _HYBRID = _SWITCH | {
     "pin_parameters": BOOL,
     "tp_gather_partition_size": INT,
     "enable_cuda_graph": BOOL,
-}
-_ELASTICITY = _SWITCH | {
-    "max_train_batch_size": INT,
-    "micro_batch_sizes": LIST,
-    "min_gpus": INT,
-    "max_gpus": INT,
-    "min_time": INT,
-    "version": FLOAT,
-    "ignore_non_elastic_batch_info": BOOL,
-    "prefer_larger_batch": BOOL,
-    "num_gpus_per_node": INT,
-    "model_parallel_size": INT,
 }
 _EIGENVALUE = _SWITCH | {
     "verbose": BOOL,
@@ -252,6 +244,7 @@ _COMPILE = {
     "sync_after_allgather": BOOL,
     "keep_int_input_tensors": BOOL,
     "keep_all_input_tensors": BOOL,
+    "autoep_non_moe": BOOL,
 }
 _MONITOR = "monitors here: tensorboard, csv_monitor, wandb and comet"
 
@@ -280,7 +273,6 @@ TOP_LEVEL = {
     "vocabulary_size": Inert(INT, "nothing here depends on it"),
     "use_data_before_expert_parallelism": Inert(BOOL, "there is no expert parallelism", fine=(False,)),
     "timers": Inert(OBJECT, "see wall_clock_breakdown"),
-    "elasticity": Inert(_ELASTICITY, "the batch sizes are those of the file: leave the block out", refused=True),
     "amp": Inert(_SWITCH | {"opt_level": TEXT, "loss_scale": ANYTHING}, 'write "fp16" or "bf16"', refused=True),
     "tensor_parallel": Inert(
         _TENSOR_PARALLEL,

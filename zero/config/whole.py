@@ -29,6 +29,7 @@ from ..lr_schedulers import SCHEDULERS, SchedulerChoice, build_scheduler
 from ..sparse_attention.config import SparsityConfig
 from .compat import load, modernised
 from .data_efficiency import DataEfficiency, LegacyCurriculum
+from .elasticity import Elasticity
 from .ignored_keys import TOP_LEVEL
 from .lr_schedules import WarmupDecay
 from .optimizers import OptimizerChoice, build_optimizer, read_optimizer
@@ -126,6 +127,7 @@ class _TopLevel(Block):
     sparse_attention: SparsityConfig = block(SparsityConfig)
     data_efficiency: DataEfficiency = block(DataEfficiency)
     curriculum_learning: LegacyCurriculum = block(LegacyCurriculum)
+    elasticity: Elasticity = block(Elasticity)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -339,12 +341,33 @@ def _make(config: object, world_size: int, ranks_per_batch: int | None, reading:
     world_size //= readers
     sizes = top.train_batch_size, top.train_micro_batch_size_per_gpu, top.gradient_accumulation_steps
     try:
+        if top.elasticity.enabled:
+            sizes = _elastic_sizes(top, world_size, reading)
         train, micro, steps = batch_triangle(*sizes, world_size)
     except ValueError as wrong:
         raise ValueError(f"{reading.source}: {wrong}") from wrong
     values = {name: getattr(top, name) for name in [*keys_of(_TopLevel), *blocks_of(_TopLevel)]}
     values |= {"train_batch_size": train, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
     return Config(**values, world_size=world_size, optimizer=optimizer, scheduler=scheduler)
+
+
+def _elastic_sizes(top: _TopLevel, ranks: int, reading: Reading) -> tuple[int, int, int]:
+    """The sizes that the block "elasticity" chooses. Those that are given must be the same, or are ignored."""
+    train, micro = top.elasticity.batch_sizes(ranks)
+    sizes = train, micro, train // (micro * ranks)
+    names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    chosen = ", ".join(f"{name} = {size}" for name, size in zip(names, sizes, strict=True))
+    for name, size in zip(names, sizes, strict=True):
+        if (given := getattr(top, name)) in (None, size):
+            continue
+        if not top.elasticity.ignore_non_elastic_batch_info:
+            raise ValueError(
+                f"elasticity chooses {chosen} for {ranks} data-parallel ranks, and {name} = {given} is given, too: "
+                'leave it out, or write "ignore_non_elastic_batch_info": true'
+            )
+        reading.warnings.append(f"{reading.at(name)} has no effect: elasticity chooses {chosen}")
+    reading.notes.append(f"{reading.at('elasticity')} chooses {chosen}")
+    return sizes
 
 
 def _read_scheduler(given: object, optimizer: OptimizerChoice | None, reading: Reading) -> SchedulerChoice:

@@ -593,6 +593,10 @@ class DeepSpeedEngine(Engine):
         """Whether the time of a step's parts is logged."""
         return self.config.wall_clock_breakdown
 
+    def elasticity_enabled(self) -> bool:
+        """Whether the block "elasticity" chose the batch sizes."""
+        return self.config.elasticity.enabled
+
     def flops_profiler_enabled(self) -> bool:
         """Whether a forward pass is counted."""
         return self.config.flops_profiler.enabled

@@ -18,7 +18,7 @@ _STATES = '"offload_optimizer" keeps states in host memory for the whole run'
 _OWN_FILES = "files are written by engine.save_checkpoint alone"
 
 SWITCHED_OFF = frozenset({
-    "amp_enabled", "autotuning_enabled", "eigenvalue_enabled", "elasticity_enabled",
+    "amp_enabled", "autotuning_enabled", "eigenvalue_enabled",
     "graph_harvesting", "memory_breakdown", "pld_enabled", "sparse_gradients_enabled",
     "super_offload", "zero_quantized_gradients",
     "zero_quantized_nontrainable_weights", "zero_quantized_weights", "zero_grad_hooks", "zero_legacy_stage1",
@@ -74,7 +74,7 @@ ENGINE: Mapping[str, str] = {
     "mics_shard_size": "it is engine.config.zero_optimization.mics_shard_size",
     "is_sanity_checks_enabled": '"onebit": {"check_replicas_every"} compares replicas',
     "is_first_weights_partition_group": "ask engine.grid.coordinates",
-    "is_elastic_model_parallel_supported": "there is no elastic training; checkpoints load into any number of ranks",
+    "is_elastic_model_parallel_supported": "ask engine.config.elasticity; checkpoints load into any number of ranks",
     "checkpoint_*": "checkpoints are torch.distributed.checkpoint's, named by their step or tag",
     "loaded_checkpoint_*": "a checkpoint loads into any layout",
     "fp16_auto_cast": "floating-point inputs are always cast to the type computed in",

@@ -1,0 +1,3 @@
+"""DeepSpeed's `deepspeed.elasticity`."""
+
+from .deepspeed.elasticity import *  # noqa: F403
