@@ -1,4 +1,4 @@
-"""Public names of DeepSpeed 0.19.6 (edaa722): what its engine and its module have, as its source defines them.
+"""Public names of DeepSpeed 0.19.6 (edaa722), and those that 0.19.8 adds, of its engine and its module.
 
 Of the engine: methods of DeepSpeedEngine and attributes that it sets, methods of PipelineEngine beside these. Then the
 arguments of functions that are here, too.
@@ -24,77 +24,76 @@ ENGINE = names_in(
     autotuning_profile_model_info autotuning_start_profile_step backward basic_optimizer
     bf16_master_weights_and_gradients bf16_optimizer_states bfloat16_enabled block_eigenvalue
     buffered_allreduce_fallback checkpoint_engine checkpoint_mp_rank checkpoint_serialization_enabled
-    checkpoint_tag_validation_enabled checkpoint_tag_validation_fail checkpoint_writer_enabled
-    client_lr_scheduler client_optimizer clip_fp32_gradients coalesce_grad_reduction collate_fn
+    checkpoint_tag_validation_enabled checkpoint_tag_validation_fail checkpoint_writer_enabled client_lr_scheduler
+    client_optimizer clip_fp32_gradients coalesce_grad_reduction collate_fn collect_python_gc
     communication_data_type compile compile_autosp compile_autotp compile_zero_optimization_stage
     compression_scheduler config cpuadam_cores_perc curriculum_enabled_legacy curriculum_learning_config
     curriculum_learning_enabled curriculum_params_legacy curriculum_scheduler_legacy data_efficiency_config
     data_efficiency_enabled data_parallel_group data_sampling_config data_sampling_enabled dataloader_drop_last
     deepspeed_io destroy device dist_backend dont_change_device dp_world_size dump_state dynamic_loss_scale
-    dynamic_loss_scale_args eigenvalue eigenvalue_enabled eigenvalue_gas_boundary_resolution
-    eigenvalue_layer_name eigenvalue_layer_num eigenvalue_max_iter eigenvalue_stability eigenvalue_tol
-    eigenvalue_verbose elasticity_enabled empty_partition_cache enable_backward_allreduce engine_timers
-    engine_timers_cache eval expert_data_parallel_group expert_parallel_group first_dataloader_check flatten
-    flops flops_profiler flops_profiler_detailed flops_profiler_enabled flops_profiler_module_depth
-    flops_profiler_output_file flops_profiler_profile_step flops_profiler_recompute_fwd_factor
-    flops_profiler_top_modules forward fp16_auto_cast fp16_enabled fp16_master_weights_and_gradients
-    fwd_duration gas_boundary_ctr gate_modules get_autosp_backend get_autotp_backend get_batch_info
-    get_compile_time get_data_parallel_rank get_data_types get_deepcompile_backend get_deepspeed_compile_backend
-    get_global_grad_norm get_lr get_model_parallel_rank get_mom get_pld_theta get_sequence_parallel_group
-    get_tensor_parallel_rank get_type get_wall_clock_timers global_rank global_samples global_steps
-    gradient_accumulation_steps gradient_average gradient_clipping gradient_predivide_factor graph_harvesting
-    has_moe_layers initial_dynamic_scale inside_no_sync_ctxt is_compiled is_deepcompile_active
-    is_deepcompile_enabled is_elastic_model_parallel_supported is_first_weights_partition_group
-    is_gradient_accumulation_boundary is_iterable_style_dataset is_map_style_dataset is_sanity_checks_enabled
-    load_checkpoint load_module_state_dict load_moe_state_dict load_universal_checkpoint
-    loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size local_all_to_all_group local_rank log_level
-    loss_scale losses lr_scheduler managed_gradient_accumulation memory_breakdown mesh_device micro_steps
-    mics_shard_size module_forward_post_hook module_forward_pre_hook module_state_dict moe_layers monitor
-    mp_world_size mpu no_sync num_experts offload_states optimized_linear_base_weight_sharding
-    optimized_linear_lora_enabled optimizer optimizer_legacy_fusion optimizer_name optimizer_params param_names
-    pipeline_parallelism pld_enabled pld_gamma pld_params pld_theta postscale_gradients print_forward_breakdown
-    progressive_layer_drop quantize_training quantizer random_ltd_config random_ltd_enabled
-    random_ltd_initialize random_ltd_scheduler register_compile_pass reload_states save_16bit_model
-    save_checkpoint save_fp16_model save_non_zero_checkpoint save_zero_checkpoint scale scale_wrt_gas
-    scheduler_name scheduler_params seq_data_parallel_group seq_dp_world_size seq_parallel_group
-    sequence_parallel_size set_custom_curriculum_learning_schedule set_data_post_process_func
+    dynamic_loss_scale_args eigenvalue eigenvalue_enabled eigenvalue_gas_boundary_resolution eigenvalue_layer_name
+    eigenvalue_layer_num eigenvalue_max_iter eigenvalue_stability eigenvalue_tol eigenvalue_verbose
+    elasticity_enabled empty_partition_cache enable_backward_allreduce engine_timers engine_timers_cache eval
+    expert_data_parallel_group expert_parallel_group first_dataloader_check flatten flops flops_profiler
+    flops_profiler_detailed flops_profiler_enabled flops_profiler_module_depth flops_profiler_output_file
+    flops_profiler_profile_step flops_profiler_recompute_fwd_factor flops_profiler_top_modules forward
+    fp16_auto_cast fp16_enabled fp16_master_weights_and_gradients fwd_duration gas_boundary_ctr gate_modules
+    get_autosp_backend get_autotp_backend get_batch_info get_compile_time get_data_parallel_rank get_data_types
+    get_deepcompile_backend get_deepspeed_compile_backend get_global_grad_norm get_lr get_model_parallel_rank
+    get_mom get_pld_theta get_sequence_parallel_group get_tensor_parallel_rank get_type get_wall_clock_timers
+    global_rank global_samples global_steps gradient_accumulation_steps gradient_average gradient_clipping
+    gradient_predivide_factor graph_harvesting has_moe_layers initial_dynamic_scale inside_no_sync_ctxt is_compiled
+    is_deepcompile_active is_deepcompile_enabled is_elastic_model_parallel_supported
+    is_first_weights_partition_group is_gradient_accumulation_boundary is_iterable_style_dataset
+    is_map_style_dataset is_sanity_checks_enabled load_checkpoint load_module_state_dict load_moe_state_dict
+    load_universal_checkpoint loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size
+    local_all_to_all_group local_rank log_level loss_scale losses lr_scheduler managed_gradient_accumulation
+    memory_breakdown mesh_device micro_steps mics_shard_size module_forward_post_hook module_forward_pre_hook
+    module_state_dict moe_layers monitor mp_world_size mpu no_sync num_experts offload_states
+    optimized_linear_base_weight_sharding optimized_linear_lora_enabled optimizer optimizer_legacy_fusion
+    optimizer_name optimizer_params param_names pipeline_parallelism pld_enabled pld_gamma pld_params pld_theta
+    postscale_gradients print_forward_breakdown progressive_layer_drop quantize_training quantizer
+    random_ltd_config random_ltd_enabled random_ltd_initialize random_ltd_scheduler register_compile_pass
+    reload_states save_16bit_model save_checkpoint save_fp16_model save_non_zero_checkpoint save_zero_checkpoint
+    scale scale_wrt_gas scheduler_name scheduler_params seq_data_parallel_group seq_dp_world_size
+    seq_parallel_group sequence_parallel_size set_custom_curriculum_learning_schedule set_data_post_process_func
     set_gradient_accumulation_boundary set_train_batch_size set_train_micro_batch_size skipped_steps
-    sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain
-    sparse_gradients_enabled sparse_tensor_module_names step steps_per_print summary_events super_offload
-    swap_tensor_config tensor_parallel_config timers torch_autocast_dtype torch_autocast_enabled
+    sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain sparse_gradients_enabled
+    sparse_tensor_module_names step steps_per_print summary_events super_offload swap_tensor_config
+    tensor_parallel_config timers torch_autocast_dtype torch_autocast_enabled
     torch_autocast_lower_precision_safe_modules torch_autocast_z0_gradscaler tput_timer train train_batch_size
-    train_micro_batch_size_per_gpu training_data training_dataloader unflatten use_ds_comm
-    use_node_local_storage uses_parallelization_pass_only wall_clock_breakdown warn_unscaled_loss
-    was_step_applied world_size zenflow_config zero_allgather_bucket_size zero_allgather_partitions
-    zero_allgather_sequential zero_allow_untested_optimizer zero_contiguous_gradients zero_cpu_offload
+    train_micro_batch_size_per_gpu training_data training_dataloader unflatten use_ds_comm use_node_local_storage
+    uses_parallelization_pass_only wall_clock_breakdown warn_unscaled_loss was_step_applied world_size
+    zenflow_config zero_allgather_bucket_size zero_allgather_partitions zero_allgather_sequential
+    zero_allow_untested_optimizer zero_compute_grad_norm zero_contiguous_gradients zero_cpu_offload
     zero_elastic_checkpoint zero_force_ds_cpu_optimizer zero_gather_16bit_weights_on_model_save zero_grad
     zero_grad_hooks zero_hpz_partition_size zero_ignore_unused_parameters zero_legacy_stage1
     zero_load_from_fp32_weights zero_log_trace_cache_warnings zero_max_live_parameters zero_max_reuse_distance
     zero_model_persistence_threshold zero_module_granularity_threshold zero_multi_rank_bucket_allreduce
     zero_nvme_offload_optimizer zero_offload_optimizer zero_offload_param zero_optimization
     zero_optimization_partition_gradients zero_optimization_partition_weights zero_optimization_stage
-    zero_overlap_comm zero_param_persistence_threshold zero_partial_offload zero_prefetch_bucket_size
-    zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights zero_reduce_bucket_size
-    zero_reduce_scatter zero_round_robin_gradients zero_save_muon_momentum_buffer_in_memory zero_sub_group_size
-    zero_use_cpu_optimizer zeropp_loco_param
+    zero_overlap_comm zero_param_persistence_threshold zero_parameter_alignment zero_partial_offload
+    zero_prefetch_bucket_size zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights
+    zero_reduce_bucket_size zero_reduce_scatter zero_round_robin_gradients zero_save_muon_momentum_buffer_in_memory
+    zero_sub_group_size zero_use_cpu_optimizer zeropp_loco_param
     """
 )
 PIPELINE_ENGINE = names_in(
     """
     eval_batch get_additional_losses get_pipeline_parallel_rank is_first_stage is_last_stage log_for_device
-    reset_activation_shape set_batch_fn set_dataiterator set_dataloader set_has_attention_mask tput_log
-    train_batch
+    reset_activation_shape set_batch_fn set_dataiterator set_dataloader set_has_attention_mask tput_log train_batch
     """
 )
 MODULE = names_in(
     """
     DeepSpeedConfig DeepSpeedConfigError DeepSpeedDataLoader DeepSpeedEngine DeepSpeedHybridEngine
     DeepSpeedInferenceConfig DeepSpeedOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable
-    DeepSpeedTransformerConfig DeepSpeedTransformerLayer InferenceEngine OnDevice PipelineEngine PipelineModule
-    add_config_arguments add_tuning_arguments checkpointing default_inference_config dist domino get_accelerator
-    git_branch git_hash init_distributed init_inference initialize is_compile_supported load_ds_config log_dist
-    logger merge_tp_model_init_into_config module_inject ops record_tp_model_init_args replace_transformer_layer
-    revert_transformer_layer set_autotp_mode set_optimizer_flags tp_model_init version zero
+    DeepSpeedTransformerConfig DeepSpeedTransformerLayer DualPipeVEngine DualPipeVModule InferenceEngine OnDevice
+    PipelineEngine PipelineModule add_config_arguments add_tuning_arguments checkpointing default_inference_config
+    dist domino get_accelerator git_branch git_hash init_distributed init_inference initialize is_compile_supported
+    load_ds_config log_dist logger merge_tp_model_init_into_config module_inject ops record_tp_model_init_args
+    replace_transformer_layer resolve_per_head_muon_after_sharding revert_transformer_layer set_autotp_mode
+    set_optimizer_flags tp_model_init version zero
     """
 )
 

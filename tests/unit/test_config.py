@@ -237,6 +237,7 @@ def test_a_key_that_asks_for_what_happens_anyway_is_silent(caplog: pytest.LogCap
         {"progressive_layer_drop": {"enabled": True}},
         {"sparse_gradients": True},
         {"eigenvalue": {"enabled": True}},
+        {"optimizer": {"type": "Muon", "params": {"per_head_muon": True}}},
         {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
         {"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 7}}},
     ],

@@ -27,6 +27,7 @@ class MuonParams(AdamParams):
     inert: ClassVar[Mapping[str, Inert]] = {
         **AdamParams.inert,
         "ns_method": Inert(TEXT, "there is one way to compute the iteration", fine=("standard", "gram")),
+        "per_head_muon": Inert(BOOL, "whole matrices are orthogonalised", fine=(False,), refused=True),
     }
 
     muon_lr: float | None = key(None, FLOAT, null=True, least=0)
