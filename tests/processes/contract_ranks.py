@@ -24,7 +24,10 @@ CONTEXT, VOCABULARY = 16, 20
 
 
 class Net(nn.Module):
-    """Attention over four heads that a configuration may replace, layers that it may quantize, sequences to be cut."""
+    """Attention over four heads that a configuration may replace, layers that it may quantize, sequences to be cut.
+
+    A layer that is to be dropped is made smaller instead, so that runs can be compared.
+    """
 
     heads, is_causal, sequence = 4, False, None
 
@@ -42,10 +45,10 @@ class Net(nn.Module):
             return x
         return self.sequence.pieces(x.shape[1]).cut(x, self.sequence.rank)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, progressive_layer_drop: bool = False, pld_theta: float = 1.0) -> Tensor:
         x_BHSd = self.embed(self.piece(tokens)).unflatten(2, (4, 4)).transpose(1, 2)
         y_BSD = self.core_attention(x_BHSd, x_BHSd, x_BHSd).transpose(1, 2).flatten(2)
-        return self.out(y_BSD)
+        return self.out(y_BSD * pld_theta if progressive_layer_drop else y_BSD)
 
 
 def dataset() -> TensorDataset:

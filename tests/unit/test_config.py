@@ -234,7 +234,7 @@ def test_a_key_that_asks_for_what_happens_anyway_is_silent(caplog: pytest.LogCap
         {"tensor_parallel": {"tp_size": 2}},
         {"amp": {"enabled": True, "opt_level": "O1"}},
         {"expert_parallel": {"enabled": True}},
-        {"progressive_layer_drop": {"enabled": True}},
+        {"quantize_training": {"enabled": True}},
         {"sparse_gradients": True},
         {"eigenvalue": {"enabled": True}},
         {"optimizer": {"type": "Muon", "params": {"per_head_muon": True}}},

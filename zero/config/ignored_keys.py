@@ -282,7 +282,6 @@ TOP_LEVEL = {
     ),
     "expert_parallel": Inert(OBJECT, "there is no expert parallelism", refused=True),
     "hybrid_engine": Inert(_HYBRID, "the model's own generate() runs, on the weights that are trained"),
-    "progressive_layer_drop": Inert(_SWITCH | {"theta": FLOAT, "gamma": FLOAT}, _FREE, refused=True),
     "eigenvalue": Inert(_EIGENVALUE, _FREE, refused=True),
     "quantize_training": Inert(OBJECT, _FREE, refused=True),
 }

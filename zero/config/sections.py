@@ -174,6 +174,18 @@ class FlopsProfiler(Block):
 
 
 @dataclass(frozen=True)
+class ProgressiveLayerDrop(Block):
+    """Let the model skip layers; see `features/progressive_layer_drop.py`.
+
+    theta: the share of layers that is kept in the end. gamma: how fast the share falls, per step.
+    """
+
+    enabled: bool = key(False, BOOL)
+    theta: float = key(1.0, FLOAT, above=0, most=1)
+    gamma: float = key(0.001, FLOAT, least=0)
+
+
+@dataclass(frozen=True)
 class CommsLogger(Block):
     """List the messages of the step before each line in the log; see `features/comms_logger.py`.
 

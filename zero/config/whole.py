@@ -47,6 +47,7 @@ from .sections import (
     Monitor,
     Onebit,
     Pipelining,
+    ProgressiveLayerDrop,
     TorchAutocast,
     Wandb,
     ZeroOptimization,
@@ -128,6 +129,7 @@ class _TopLevel(Block):
     data_efficiency: DataEfficiency = block(DataEfficiency)
     curriculum_learning: LegacyCurriculum = block(LegacyCurriculum)
     elasticity: Elasticity = block(Elasticity)
+    progressive_layer_drop: ProgressiveLayerDrop = block(ProgressiveLayerDrop)
 
     def __post_init__(self) -> None:
         super().__post_init__()

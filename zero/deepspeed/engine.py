@@ -37,6 +37,7 @@ from ..data_efficiency.token_dropping import TokenDropping
 from ..engine import Engine, every_rank
 from ..features.compression import Compression
 from ..features.data_efficiency import DataEfficiency
+from ..features.progressive_layer_drop import ProgressiveLayerDrop
 from ..pipeline.run import Batch
 from .comm import get_local_rank
 from .names import ENGINE, REFUSED, SWITCHED_OFF, why_not
@@ -697,6 +698,15 @@ class DeepSpeedEngine(Engine):
     def random_ltd_scheduler(self) -> TokenDropping | None:
         """The layers that drop tokens; its `kept` is the number that each keeps. None: no layer does."""
         return self.efficiency.dropping
+
+    def pld_enabled(self) -> bool:
+        """Whether the model is told to drop layers."""
+        return self.config.progressive_layer_drop.enabled
+
+    def get_pld_theta(self) -> float | None:
+        """Share of layers to keep in the current step; None: all."""
+        feature = self.feature_of(ProgressiveLayerDrop)
+        return None if feature is None else feature.theta(self.global_steps)
 
     # ---------------------------------------------------------------- weights
 

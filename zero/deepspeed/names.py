@@ -19,7 +19,7 @@ _OWN_FILES = "files are written by engine.save_checkpoint alone"
 
 SWITCHED_OFF = frozenset({
     "amp_enabled", "autotuning_enabled", "eigenvalue_enabled",
-    "graph_harvesting", "memory_breakdown", "pld_enabled", "sparse_gradients_enabled",
+    "graph_harvesting", "memory_breakdown", "sparse_gradients_enabled",
     "super_offload", "zero_quantized_gradients",
     "zero_quantized_nontrainable_weights", "zero_quantized_weights", "zero_grad_hooks", "zero_legacy_stage1",
     "is_compiled", "is_deepcompile_enabled", "is_deepcompile_active", "load_universal_checkpoint",
@@ -51,9 +51,8 @@ ENGINE: Mapping[str, str] = {
     "set_train_micro_batch_size": "the loader's batches are of this size; make another with engine.deepspeed_io()",
     "set_batch_fn": "map over the iterator that train_batch() takes",
     "random_ltd_initialize": "initialize() does it",
-    "pld_*": "there is no layer dropping",
-    "get_pld_theta": "there is no layer dropping",
-    "progressive_layer_drop": "there is no layer dropping",
+    "pld_*": "it is engine.config.progressive_layer_drop",
+    "progressive_layer_drop": "it is engine.config.progressive_layer_drop",
     "eigenvalue*": "there are no eigenvalues",
     "block_eigenvalue": "there are no eigenvalues",
     "quantize*": "there is no quantized training",

@@ -9,6 +9,7 @@ from .comms_logger import CommsLogger
 from .compression import Compression
 from .data_efficiency import DataEfficiency
 from .flops_profiler import FlopsProfiler
+from .progressive_layer_drop import ProgressiveLayerDrop
 from .sequence_parallelism import SequenceParallelism
 from .sparse_attention import SparseAttention
 
@@ -17,6 +18,7 @@ FEATURES: tuple[type[Feature], ...] = (
     SparseAttention,
     SequenceParallelism,
     DataEfficiency,
+    ProgressiveLayerDrop,
     FlopsProfiler,
     CommsLogger,
     ActivationCheckpointing,
