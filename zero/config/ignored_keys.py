@@ -44,7 +44,6 @@ _PIECES = "parameters are read in pieces of a chunk's size, buffer_count of them
 _MEAN = "gradients are summed in float32, which neither overflows nor needs a factor"
 _FINITE = "gradients that are not finite are always noticed, and the step skipped"
 _SEQUENCE = 'the format of keys and values is "onebit": {"sequence": {"codec": ...}}; their gradients travel in float32'
-_FREE = "train without it, or with DeepSpeed 0.19.6, the last release that has it"
 
 FP16 = {
     "auto_cast": Inert(BOOL, "floating-point inputs are always cast to the type computed in", fine=(True,)),
@@ -282,6 +281,6 @@ TOP_LEVEL = {
     ),
     "expert_parallel": Inert(OBJECT, "there is no expert parallelism", refused=True),
     "hybrid_engine": Inert(_HYBRID, "the model's own generate() runs, on the weights that are trained"),
-    "eigenvalue": Inert(_EIGENVALUE, _FREE, refused=True),
-    "quantize_training": Inert(OBJECT, _FREE, refused=True),
+    "eigenvalue": Inert(_EIGENVALUE, "only quantize_training used it: leave the block out", refused=True),
+    "quantize_training": Inert(OBJECT, 'write "compression_training" with "weight_quantization"', refused=True),
 }
