@@ -154,8 +154,8 @@ class TorchTransport(NetworkedTransport):
         group = self._group()
         if group is None:
             raise RuntimeError(
-                f"rank {self._names[self.rank]}: the process group has been destroyed; destroy it after the last step, "
-                "or construct the optimizer anew on a new one"
+                f"rank {self._names[self.rank]}: the process group has been destroyed, by the script, or with the "
+                "optimizer or engine that was constructed first and made it; close that one after the last step of all"
             )
         return group
 

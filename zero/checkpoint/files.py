@@ -156,7 +156,8 @@ class Checkpoints(Checkpointing):
     def wait(self) -> None:
         """Wait until the checkpoint in the background is on disk. All ranks. Raises CheckpointError as `save`."""
         pending, self._pending = self._pending, None
-        self.together(lambda: None if pending is None else pending.result(), hint=lambda: AS_BEFORE)
+        if pending is not None:  # the same on all ranks
+            self.together(pending.result, hint=lambda: AS_BEFORE)
 
     def load(
         self,
