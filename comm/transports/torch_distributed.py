@@ -49,9 +49,9 @@ _HINT = "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
 class _Past:
     """The history shared by all transports of a process group and those split from them.
 
-    held: tensors to which failed operations may still write. failure: the first operation that failed. missing: the
-    ranks to blame for it. late_s: seconds without a launch before the operations in flight, if longer than the timeout
-    of the others.
+    held: tensors to which operations may still write that failed, or that nobody waits for. failure: the first
+    operation that failed. missing: the ranks to blame for it. late_s: seconds without a launch before the operations in
+    flight, if longer than the timeout of the others.
     """
 
     held: list[object] = field(default_factory=list)
@@ -521,6 +521,11 @@ class _PairsWork:
             self._posted.append((peer, launch([row], peer, tag)))
         except RuntimeError as error:  # the connection is known to be broken; wait() reports it with the others
             self._broken[peer] = reason(error)
+
+    def __del__(self) -> None:
+        # As of a step under way whose optimizer is dropped: Gloo reads no further than a message without its tensor.
+        if self._posted:
+            self._transport._past.held.append((self._posted, self._tensors))
 
     def wait(self) -> None:
         suspects = self.suspects()
