@@ -303,9 +303,11 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         is_new = self._driver.state is StepState.IDLE
         super()._begin()
         if is_new:
-            is_early = self._estimates_norm and not self._clips_before_sending
+            # Also without max_grad_norm, which may be set later in this step: begun in step(), it sends the same.
+            is_early = self._exchanges_momentum and not (self._is_delayed or self.rule.clips_apart)
             self._sent_factor = self.clipper.expected if is_early else 1.0
-            self.placement.sums_gradients = is_early and self.model_parallel_group.whole.world_size == 1
+            is_summed = is_early and self._estimates_norm and self.model_parallel_group.whole.world_size == 1
+            self.placement.sums_gradients = is_summed
             self._forget_sums()
             self._begun_by = self._sends_by()
 
@@ -491,8 +493,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _commit(self, decision: Decision, clip_factor: float) -> None:
         self.rule.prepare_commit(decision)
-        if self.clipper.max_norm > 0:
-            self.clipper.remember(clip_factor, self.buckets.groups[0]["betas"][0])
+        self.clipper.remember(clip_factor, self.buckets.groups[0]["betas"][0])
         for count in self.steps:
             count += 1
         self._driver.commit(decision, self.rule.meet)
@@ -656,7 +657,11 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def _estimates_norm(self) -> bool:
         # While gradients are exchanged, the mean gradient is known afterwards. If momentum is exchanged instead, each
         # rank must clip before its error is added, by an estimate of the same norm.
-        return self.clipper.max_norm > 0 and not all(self.rule.averages_gradients(bucket) for bucket in self.buckets)
+        return self.clipper.max_norm > 0 and self._exchanges_momentum
+
+    @property
+    def _exchanges_momentum(self) -> bool:
+        return not all(map(self.rule.averages_gradients, self.buckets))
 
     @property
     def _clips_before_sending(self) -> bool:

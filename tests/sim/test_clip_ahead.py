@@ -314,6 +314,25 @@ def test_clipping_may_begin_and_end_after_backward() -> None:
     run_ranks(2, ours)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipping_of_some_steps_gives_the_bits_of_no_overlap(kind: type) -> None:
+    """As accelerate clips. So does a run that is resumed, whose first step leaves after backward."""
+
+    def ours(transport: SimTransport, overlap: bool) -> list[Tensor]:
+        params = starting_point()
+        optimizer = new(kind, params, transport, 0.0, overlap=overlap)
+        for step in range(STEPS):
+            backward(params, step, transport.rank, 1.0)
+            optimizer.max_grad_norm = 20.0 if step % 3 else 0.0
+            optimizer.step()
+            optimizer.zero_grad()
+            assert (optimizer.stats.clip_factor < 1.0) == (step % 3 > 0)
+        return [p.detach().clone() for p in params]
+
+    early, late = (run_ranks(2, lambda transport, on=on: ours(transport, on))[0] for on in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(early, late, strict=True))
+
+
 def zero_one(params: list[nn.Parameter], transport: SimTransport, longest: int, **options: float) -> onebit.ZeroOneAdam:
     return onebit.ZeroOneAdam(
         params, lr=1e-2, transport=transport, compression="always", bucket_cap_mb=1e-3, var_freeze_step=4,
