@@ -144,6 +144,14 @@ def test_without_a_gpu_and_a_hostfile_a_launch_asks_for_ranks(
     assert main(["launch", "train.py"]) == 1 and "give --hostfile FILE, or --num_gpus N" in capsys.readouterr().err
 
 
+def test_deepspeeds_option_for_no_local_rank_is_taken(capsys: pytest.CaptureFixture) -> None:
+    assert main(["launch", "--hostfile", "missing", "--no_local_rank", "train.py"]) == 1
+    assert "--hostfile missing cannot be read" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["launch", "--bind_cores_to_rank", "train.py"])
+    assert "onebit launch: error: unrecognized arguments: --bind_cores_to_rank" in capsys.readouterr().err
+
+
 def test_visible_gpus_are_not_chosen_twice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")

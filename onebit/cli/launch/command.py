@@ -45,8 +45,8 @@ host that failed, which is that of its first rank that failed; {UNREACHABLE} if 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        usage="onebit launch [--hostfile FILE] [options] SCRIPT [ARGUMENT ...]", description=_ABOUT, epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        prog="onebit launch", usage="onebit launch [--hostfile FILE] [options] SCRIPT [ARGUMENT ...]",
+        description=_ABOUT, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     add = parser.add_argument
     add("-H", "--hostfile", type=Path, metavar="FILE", help="read the hosts from FILE (default: this machine alone)")
@@ -62,6 +62,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--module", action="store_true", help="run SCRIPT as a module, as `python -m` does")
     add("--no_python", action="store_true", help="run SCRIPT itself, without Python")
     add("--local_rank", action="store_true", help="pass --local_rank=N to SCRIPT, as the command deepspeed does")
+    add("--no_local_rank", action="store_false", dest="local_rank", help="pass none, as by default")
     add("script", metavar="SCRIPT", help="file to run as each rank")
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="arguments of the script")
     args = parser.parse_args(argv)
