@@ -331,7 +331,11 @@ def check_adam_entry(where: str, name: str, entry: Mapping[str, Tensor], shape: 
         shape: Its shape.
     """
     if entry and (missing := [key for key in ("step", *ADAM_STATE) if key not in entry]):
-        raise ValueError(f"{where}{name} has {', '.join(sorted(entry))} there and no {missing[0]}: it is not Adam's")
+        raise ValueError(
+            f"{where}{name} has {', '.join(sorted(entry))} there and no {missing[0]}: it is not Adam's. If it is of an "
+            'optimizer of onebit, its part "onebit" is missing, as torch.distributed.checkpoint.state_dict leaves it '
+            "out: save each rank's optimizer.state_dict()"
+        )
     for key in ADAM_STATE if entry else ():
         if entry[key].shape != shape:
             raise ValueError(f"{where}{key} of {name} has shape {tuple(entry[key].shape)}, expected {tuple(shape)}")

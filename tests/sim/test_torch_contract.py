@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.testing._internal.two_tensor import TwoTensor
 
 import onebit
@@ -423,6 +424,14 @@ def test_torchs_adamw_never_steps_on_a_state_that_is_not_adams(name: str) -> Non
     with pytest.raises(KeyError, match="exp_avg"):
         adamw.load_state_dict(optimizer.state_dict())
         adamw.step()
+
+
+@pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb", "ZeroOneAdam"])
+def test_a_state_of_ours_without_its_record_is_refused_by_what_leaves_it_out(name: str) -> None:
+    params, optimizer = trained(name, 5)
+    found = get_optimizer_state_dict(nn.ParameterList(params), optimizer)
+    with pytest.raises(ValueError, match=r'"onebit" is missing, as torch\.distributed\.checkpoint\.state_dict leaves'):
+        set_optimizer_state_dict(nn.ParameterList(params), make(name, params), found)
 
 
 @pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb"])
