@@ -165,12 +165,12 @@ class Overlap:
         return bool(changed) or is_edited_unseen or is_scaled
 
     def warn_of_options(self, names: Sequence[str]) -> None:
-        """Warn, once, that options of these names were set after backward had sent gradients by them."""
+        """Warn, once, that an option of these names changed after backward had sent buckets by its old value."""
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "rank %d: %s of a group were set after backward had sent gradients by them: all buckets are sent once "
-                "more. Set them before the backward pass, or construct with overlap=False",
+                "rank %d: %s of a group changed between backward, which had sent buckets by the old value, and step(): "
+                "all buckets are sent once more. Set options before the backward pass, or construct with overlap=False",
                 self._rank,
                 " or ".join(names),
             )
