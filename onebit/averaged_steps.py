@@ -55,7 +55,7 @@ class AveragedSteps(Wrapped):
         max_grad_norm: Norm to which mean gradients are clipped. Default 0: off.
         bucket_cap_mb: Largest bucket, in MiB. Default None: 25.
         check_replicas_every: Steps, taken or skipped, between comparisons of the replicas' bits; 0: never. Default 100.
-        max_consecutive_skips: Skipped steps in a row that are an error. Default `MOST_SKIPS`.
+        max_consecutive_skips: Skipped steps in a row that are an error. Default 50.
 
     Attributes:
         stats: Figures of the last step.

@@ -65,12 +65,18 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def model_parallel_group_of(given: ModelParallelGroup | Transport | None) -> ModelParallelGroup:
-    """The group of an optimizer, from its argument: a group, a transport between shards, or None if it is whole."""
-    return (
-        given
-        if isinstance(given, ModelParallelGroup)
-        else ModelParallelGroup(SimTransport() if given is None else given)
-    )
+    """The group of an optimizer, from its argument: a group, a transport between shards, or None if it is whole.
+
+    Raises TypeError if it is something else.
+    """
+    if isinstance(given, ModelParallelGroup):
+        return given
+    if not isinstance(given, Transport | None):
+        raise TypeError(
+            f"model_parallel_group must be a ModelParallelGroup or a transport between shards, got {given!r}; take it "
+            "from a grid of onebit.zero, or from onebit.transports_of"
+        )
+    return ModelParallelGroup(SimTransport() if given is None else given)
 
 
 class Transports(TypedDict):

@@ -24,7 +24,7 @@ from .layout.flat import Layout
 from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import Factored, Rule, codec_of_gradients
 from .step.bucket_step import Answer, BucketStep, Decision, Meeting
-from .usage.contract import State, check_number, eps_of
+from .usage.contract import State, check_is_switch, check_number, eps_of
 from .usage.signature import shows_all_options
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class AdamRule(Rule):
 
     def check(self, name: str) -> None:
         check_number(name, "variance_floor", self.variance.floor)
+        check_is_switch(name, "bias_correction", self.bias_correction)
 
     def options(self) -> dict[str, object]:
         return {

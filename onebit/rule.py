@@ -317,6 +317,14 @@ def codec_of_gradients(
     return default(block) if given is None else check_blocks(given, block)
 
 
+def check_codec(what: str, codec: object) -> Codec:
+    """Return the codec. Raises TypeError if it is not one; what: the values that travel in it, for the message."""
+    if not isinstance(codec, Codec):
+        known = ", ".join(f"{kind.__name__}()" for kind in CODECS.values())
+        raise TypeError(f"{what} travel in a Codec, an object of onebit.comm: {known}; got {codec!r}")
+    return codec
+
+
 def check_blocks(codec: Codec, block: int) -> Codec:
     """Return a codec of gradients, after checking that momentum can have the same blocks.
 
@@ -328,9 +336,7 @@ def check_blocks(codec: Codec, block: int) -> Codec:
         TypeError: It is not a codec.
         ValueError: Its blocks have another size.
     """
-    if not isinstance(codec, Codec):
-        known = ", ".join(f"{kind.__name__}()" for kind in CODECS.values())
-        raise TypeError(f"gradients travel in a Codec, an object of onebit.comm: {known}; got {codec!r}")
+    check_codec("gradients", codec)
     if codec.block != block and not codec.sends_in_place:
         raise ValueError(f"{codec} has blocks of {codec.block}, the one-bit codec of {block}; give both the same")
     return codec

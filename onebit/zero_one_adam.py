@@ -23,7 +23,7 @@ from .model_parallel import local
 from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import Factored, Rule, codec_of_gradients
 from .step.bucket_step import Arrived, BucketStep, Decision
-from .usage.contract import Group, State, check_number, eps_of
+from .usage.contract import Group, State, check_is_switch, check_number, eps_of
 from .usage.frozen import gradient_of
 from .usage.signature import shows_all_options
 
@@ -71,6 +71,7 @@ class ZeroOneRule(Rule):
 
     def check(self, name: str) -> None:
         check_number(name, "variance_floor", self.variance_floor)
+        check_is_switch(name, "bias_correction", self.bias_correction)
 
     def options(self) -> dict[str, object]:
         names = ("updates", "synchronisations", "variance_codec", "variance_floor", "bias_correction")

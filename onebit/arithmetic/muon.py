@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import torch_versions
+from .schedule import at_least_one
 
 # The odd quintic a·x + b·x³ + c·x⁵, chosen by Jordan for the steepest slope at 0 that keeps singular values near 1.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -85,11 +86,10 @@ def adjustment(shape: Sequence[int], how: str) -> float:
 
 
 def check_rule(momentum: float, ns_steps: int, adjust_lr: str) -> None:
-    """Raise ValueError if an option of Muon's is out of its range."""
+    """Raise TypeError or ValueError if an option of Muon's has the wrong type, or is out of its range."""
     if not 0.0 <= momentum < 1.0:
         raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
-    if ns_steps < 1:
-        raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
+    at_least_one("ns_steps", ns_steps)
     if adjust_lr not in ADJUSTMENTS:
         raise ValueError(f"adjust_lr must be one of {', '.join(ADJUSTMENTS)}, got {adjust_lr!r}")
 
@@ -124,7 +124,15 @@ def muon_groups(model: nn.Module, *, head: nn.Module | None) -> list[dict[str, A
         model: The model.
         head: The module that makes the outputs; None if there is none, or if its matrix is an embedding's. There is no
             default: an orthogonalised head trains badly, and nothing else shows why.
+
+    Raises:
+        TypeError: head is not a module.
+        ValueError: A parameter of head is not one of the model.
     """
+    if not isinstance(head, nn.Module | None):
+        raise TypeError(f"head must be a module, or None if there is none, got {head!r}: write head=model.head")
+    if head is not None and not set(head.parameters()) <= set(model.parameters()):
+        raise ValueError(f"head, a {type(head).__name__}, has parameters that model does not have: pass its own module")
     return with_use_muon(model.named_parameters(), hidden_matrices(model, head=head))
 
 

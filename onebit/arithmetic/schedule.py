@@ -34,6 +34,22 @@ def whole_steps(name: str, value: object) -> int:
     raise ValueError(f"{name} must be a whole number of steps, got {value!r}; {remedy}")
 
 
+def at_least_one(name: str, value: object) -> int:
+    """A number of steps, as `whole_steps`. Raises ValueError, too, if it is below 1."""
+    if (steps := whole_steps(name, value)) < 1:
+        raise ValueError(f"{name} must be at least 1, got {steps}")
+    return steps
+
+
+def steps_or_auto(name: str, value: object) -> int | str:
+    """A number of steps, as `at_least_one`, or "auto". Raises ValueError for another string."""
+    if not isinstance(value, str):
+        return at_least_one(name, value)
+    if value != "auto":
+        raise ValueError(f'{name} must be a number of steps or "auto", got {value!r}')
+    return value
+
+
 @dataclass(frozen=True)
 class VarianceUpdates:
     """The steps in which 0/1 Adam refreshes the variance (arXiv 2202.06009, section 4.1).
@@ -49,8 +65,7 @@ class VarianceUpdates:
     var_freeze_step: int | None = None
 
     def __post_init__(self) -> None:
-        if self.var_update_scaler < 1:
-            raise ValueError(f"var_update_scaler must be at least 1, got {self.var_update_scaler}")
+        object.__setattr__(self, "var_update_scaler", at_least_one("var_update_scaler", self.var_update_scaler))
         if self.var_freeze_step is not None:
             object.__setattr__(self, "var_freeze_step", whole_steps("var_freeze_step", self.var_freeze_step))
         if self.var_freeze_step is not None and self.var_freeze_step < 0:
@@ -89,13 +104,7 @@ class DenseSteps:
     refreshes: VarianceUpdates = field(default_factory=lambda: VarianceUpdates(4))
 
     def __post_init__(self) -> None:
-        if isinstance(self.freeze_step, str):
-            if self.freeze_step != "auto":
-                raise ValueError(f'freeze_step must be a number of steps or "auto", got {self.freeze_step!r}')
-            return
-        object.__setattr__(self, "freeze_step", whole_steps("freeze_step", self.freeze_step))
-        if self.freeze_step < 1:
-            raise ValueError(f"freeze_step must be at least 1 (the variance needs a gradient), got {self.freeze_step}")
+        object.__setattr__(self, "freeze_step", steps_or_auto("freeze_step", self.freeze_step))
 
     def is_dense(self, step: int) -> bool:
         """Whether gradients are exchanged in this step."""
@@ -157,20 +166,8 @@ class Synchronisations:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.local_step_scaler, str):
-            if self.local_step_scaler != "auto":
-                raise ValueError(
-                    f'local_step_scaler must be a number of steps or "auto", got {self.local_step_scaler!r}'
-                )
-        elif self.local_step_scaler < 1:
-            raise ValueError(f"local_step_scaler must be at least 1, got {self.local_step_scaler}")
-        if isinstance(self.local_step_clipper, str):
-            if self.local_step_clipper != "auto":
-                raise ValueError(
-                    f'local_step_clipper must be a number of steps or "auto", got {self.local_step_clipper!r}'
-                )
-        elif self.local_step_clipper < 1:
-            raise ValueError(f"local_step_clipper must be at least 1, got {self.local_step_clipper}")
+        for name in ("local_step_scaler", "local_step_clipper"):
+            object.__setattr__(self, name, steps_or_auto(name, getattr(self, name)))
 
     @property
     def longest(self) -> int:

@@ -27,6 +27,7 @@ from ..comm import Codec, SignCodec, Transport, check_transport, init
 from ..comm.allreduce import WINDOW, ErrorFeedback, Exchange, ExchangeTask, Wire, compressed_allreduce, wait_all
 from ..comm.hierarchy import Hierarchy
 from ..layout.flat import Layout, lay_out
+from ..rule import check_codec
 from ..step.stats import Traffic
 from ..usage.contract import State
 
@@ -98,7 +99,7 @@ class DDPHookState:
 
     Raises:
         ValueError: start_step is negative, or the transport has two levels.
-        TypeError: transport is not a transport.
+        TypeError: transport is not a transport, or codec not a codec.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class DDPHookState:
                 "the hook takes a transport of one level, as DDP's process group is; leave transport= out, or give "
                 "onebit.comm.init(levels=1)"
             )
-        self.codec: Codec = SignCodec() if codec is None else codec
+        self.codec: Codec = SignCodec() if codec is None else check_codec("gradients", codec)
         self.start_step, self.step = start_step, 0
         self.sent_bytes, self.bits_per_parameter = 0, 0.0
         plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

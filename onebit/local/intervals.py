@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from ..arithmetic.schedule import whole_steps
+from ..arithmetic.schedule import at_least_one, whole_steps
 
 
 class Interval(Protocol):
@@ -31,7 +31,7 @@ class Fixed:
     every: int
 
     def __post_init__(self) -> None:
-        _check_at_least_one("every", self.every)
+        object.__setattr__(self, "every", at_least_one("every", self.every))
 
     @property
     def smallest(self) -> int:
@@ -50,11 +50,9 @@ class Table:
     @classmethod
     def of(cls, table: Mapping[int, int]) -> Table:
         """Raises ValueError if the table does not begin at step 0, or an interval is below 1."""
-        pairs = sorted((whole_steps("a step of every", s), whole_steps("every", h)) for s, h in table.items())
+        pairs = sorted((whole_steps("a step of every", s), at_least_one("every", h)) for s, h in table.items())
         if not pairs or pairs[0][0] != 0:
             raise ValueError(f"every={dict(table)} must have an interval from step 0 on, as {{0: 4, 1000: 32}}")
-        for _, interval in pairs:
-            _check_at_least_one("every", interval)
         return cls(tuple(pairs))
 
     @property
@@ -88,7 +86,7 @@ class QSR:
     def __post_init__(self) -> None:
         if not 0.0 < self.scale < math.inf:
             raise ValueError(f"scale must be above 0 and finite, got {self.scale}")
-        _check_at_least_one("least", self.least)
+        at_least_one("least", self.least)
         if self.most < self.least:
             raise ValueError(f"most must be at least least={self.least}, got {self.most}")
 
@@ -124,7 +122,7 @@ class Auto:
     chosen: int | None = None
 
     def __post_init__(self) -> None:
-        _check_at_least_one("least", self.least)
+        at_least_one("least", self.least)
         if self.most < self.least:
             raise ValueError(f"most must be at least least={self.least}, got {self.most}")
         if not 0.0 < self.share <= 1.0:
@@ -187,9 +185,4 @@ def interval_of(every: Every) -> Interval:
         return Auto()
     if isinstance(every, Mapping):
         return Table.of(every)
-    return Fixed(whole_steps("every", every))
-
-
-def _check_at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    return Fixed(every)

@@ -34,6 +34,7 @@ from ..layout.buckets import elements_of
 from ..membership.change import change
 from ..membership.members import Members
 from ..model_parallel import ModelParallelGroup, model_parallel_group_of
+from ..rule import check_codec
 from ..step.replicated import Journal
 from ..usage.contract import State, check_number, loss_of
 from ..usage.frozen import gradient_of, refuse_unfrozen
@@ -93,11 +94,12 @@ class LocalSteps(Wrapped):
         error_dtype: dtype of the residuals: torch.float32 (default) or torch.bfloat16.
         check_replicas_every: Steps between comparisons of the anchors, in the first round after them. Default 100.
         max_consecutive_skips: Number of consecutive rounds without a finite difference on any rank that raises
-            SkippedStepsError.
+            SkippedStepsError. Default 50.
 
     Raises:
         ValueError: An option is out of its range, or parameters or options differ between ranks.
-        TypeError: inner is not a torch optimizer, exchanges gradients itself, or needs a closure.
+        TypeError: An option has the wrong type; or inner is not a torch optimizer, exchanges gradients itself, or needs
+            a closure.
     """
 
     _step_supports_amp_scaling = True
@@ -130,7 +132,7 @@ class LocalSteps(Wrapped):
         self.options = LocalOptions(
             schedule=Started(self.interval, start_steps, start_every),
             outer=OuterStep(outer_lr, outer_momentum, error_decay),
-            codec=SignCodec() if codec is None else codec,
+            codec=SignCodec() if codec is None else check_codec("differences", codec),
             fragments=fragments,
             delay=delay,
             correction_steps=correction_steps,

@@ -469,6 +469,8 @@ def test_wrong_uses_are_refused_with_the_remedy() -> None:
             make(make_params())
         with pytest.raises(TypeError, match="exchanges with other ranks itself"):
             make(onebit.OnebitAdam(make_params(), transport=transport))
+        with pytest.raises(TypeError, match=r"differences travel in a Codec, .* SignCodec\(\); got 'sign'"):
+            make(codec="sign")
         with pytest.raises(TypeError, match="closure several times"):
             make(torch.optim.LBFGS(make_params()))
         with pytest.raises(TypeError, match=r"parameter 0 of group 0 is torch.float64; .* takes float32"):

@@ -141,13 +141,20 @@ def test_groups_are_hidden_matrices_and_the_rest() -> None:
     assert not alone["use_muon"]
 
 
+def test_a_head_is_a_module_of_the_model() -> None:
+    with pytest.raises(ValueError, match="head, a Linear, has parameters that model does not have"):
+        onebit.muon_groups(Net(), head=Net().head)
+    with pytest.raises(TypeError, match=r"head must be a module, or None .*, got 'head'"):
+        onebit.muon_groups(Net(), head="head")  # type: ignore[arg-type]
+
+
 def test_groups_that_cannot_be_are_refused_and_leave_nothing() -> None:
     p, vector = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"group 0 has no use_muon.*muon_groups"):
         onebit.OnebitMuon([p], transport=SimTransport())
     with pytest.raises(ValueError, match=r"use_muon and a parameter of shape \(3,\), which is no matrix"):
         onebit.OnebitMuon([{"params": [p, vector], "use_muon": True}], transport=SimTransport())
-    for bad in ({"momentum": 1.0}, {"ns_steps": 0}, {"adjust_lr": "none"}):
+    for bad in ({"momentum": 1.0}, {"ns_steps": 0}, {"ns_steps": 5.0}, {"adjust_lr": "none"}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             onebit.OnebitMuon([{"params": [p], "use_muon": True}], transport=SimTransport(), **bad)
 

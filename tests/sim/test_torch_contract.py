@@ -181,6 +181,10 @@ def test_strings_for_numbers_types_and_codecs_are_named_in_the_error(name: str) 
         with pytest.raises(ValueError, match=r"momentum_dtype must be torch.float32 or .*, got 'bfloat16'"):
             make(name, parameters(), momentum_dtype="bfloat16")
         return
+    with pytest.raises(TypeError, match=f"{name}: bias_correction must be True or False, got 'no'"):
+        make(name, parameters(), bias_correction="no")
+    with pytest.raises(TypeError, match=r"model_parallel_group must be a ModelParallelGroup or a transport .*, got 2"):
+        make(name, parameters(), model_parallel_group=2)
     with pytest.raises(TypeError, match=r"as onebit.comm.Log4Codec\(\); got 'log4'"):
         make(name, parameters(), codec="log4")
     with pytest.raises(ValueError, match=r"error_dtype must be torch.float32 or .*, got 'bfloat16'"):

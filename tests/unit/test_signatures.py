@@ -16,7 +16,7 @@ from test_docs import SAMPLES
 from torch import nn
 
 import onebit
-from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates
+from onebit.arithmetic.schedule import DenseSteps, Synchronisations, VarianceUpdates
 from onebit.comm import SimTransport
 from onebit.optimizer import CommonOptions, CompressedOptimizer
 from onebit.usage.contract import TorchOptions
@@ -83,6 +83,11 @@ def test_numbers_of_steps_are_whole() -> None:
     assert DenseSteps(numpy.int64(7)).freeze_step == 7 and DenseSteps(numpy.int64(7)).is_dense(6)  # type: ignore[arg-type]
     assert not DenseSteps(numpy.int64(7)).is_dense(7)  # type: ignore[arg-type]
     assert type(VarianceUpdates(16, numpy.int32(5)).var_freeze_step) is int  # type: ignore[arg-type]
+    doubled = Synchronisations(numpy.int64(10), numpy.int64(8))  # type: ignore[arg-type]
+    assert [doubled.interval(step, lr=1.0, peak_lr=1.0) for step in (0, 10, 20, 40)] == [1, 2, 4, 8]
+    for name in ("var_update_scaler", "local_step_scaler", "local_step_clipper"):
+        with pytest.raises(ValueError, match=f"write {name}=16"):
+            onebit.ZeroOneAdam(nn.Linear(3, 2).parameters(), transport=SimTransport(), **{name: 16.0})
     with pytest.raises(ValueError, match="write freeze_step=150"):
         DenseSteps(150.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be a number of steps, got None"):
