@@ -433,6 +433,7 @@ WRONG_TYPES = [
         ({"onebit": {"bucket_cap_mb": 0}}, "bucket_cap_mb: expected a number above 0 or null, got 0"),
         ({"fp16": {"min_loss_scale": 0}}, "min_loss_scale: expected a number above 0, got 0"),
         ({"onebit": {"block": 100}}, "multiple of 64, got 100"),
+        ({"onebit": {"delay": 2}}, "onebit.delay: expected an integer at least 0 and at most 1, got 2"),
         ({"onebit": {"shardings": "auto"}}, 'did you mean "sharding"'),
         ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}, "betas: expected .* below 1"),
         ({"optimizer": {"type": "Lamb", "params": {"min_coeff": 2, "max_coeff": 1}}}, "min_coeff <= max_coeff"),

@@ -343,7 +343,7 @@ class Onebit(Block):
     max_consecutive_skips: int = key(MOST_SKIPS, INT, least=0)
     tensor: int | None = key(None, INT, null=True, least=1)
     keep_checkpoints: int | None = key(None, INT, null=True, least=1)
-    delay: int = key(0, INT, least=0)
+    delay: int = key(0, INT, least=0, most=1)
     forward_methods: tuple[str, ...] = key((), TEXTS)
     activation_folder: str | None = key(None, TEXT, null=True)
     local_steps: LocalRounds = schema.block(LocalRounds)  # `block` is a key here

@@ -286,8 +286,10 @@ class PipelineModule:
         example: object = None,
     ):
         _refuse_absent(seed_fn=seed_fn, dynamic_shape=dynamic_shape)
-        if loss_fn is None:
-            raise TypeError("a PipelineModule needs loss_fn=, called as loss_fn(output, target) by the last stage")
+        if not callable(loss_fn):
+            raise TypeError(
+                f"a PipelineModule needs loss_fn=, called as loss_fn(output, target) by the last stage, got {loss_fn!r}"
+            )
         if topology is not None:
             num_stages = _stages_of(topology, num_stages)
         if not layers:
