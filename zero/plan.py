@@ -83,7 +83,10 @@ class Run:
 
     def __post_init__(self) -> None:
         if self.params < 1 or self.hosts < 1 or self.ranks_per_host < 1 or self.link_bits_per_s <= 0:
-            raise ValueError(f"expected at least one parameter, host and rank, and a link, got {self}")
+            raise ValueError(
+                f"expected at least one parameter, host and rank, and a link, got {self.params:g} parameters, "
+                f"{self.hosts} hosts of {self.ranks_per_host} ranks and {self.link_bits_per_s:g} bit/s"
+            )
         if self.warmup_codec not in (None, *CODECS) or self.steps < 1 or self.local_steps < 1:
             raise ValueError(f"expected warmup_codec of {', '.join(CODECS)}, steps and local_steps >= 1, got {self}")
         if self.dtype not in DTYPE_BYTES or self.error_bytes not in (2, 4) or self.compute_s < 0:

@@ -72,7 +72,10 @@ def main(argv: Sequence[str]) -> int:
     )
     screen.table(Table(title, ("layers", "share that is seen", "tokens back"), rows))
     if args.png is not None:
-        save_picture(layout, args.png)
+        try:
+            save_picture(layout, args.png)
+        except OSError as error:
+            raise UserError(f"--png {args.png} cannot be written: {error.strerror}") from error
     numbers = {"density": layout.density, "blocks": layout.rows, "heads": args.heads}
     found = [asdict(seen) for seen in reach(layout, args.layers, args.head)]
     write_json(args.json, numbers | {"reach": found})

@@ -21,7 +21,7 @@ def number(text: str) -> float:
     """For argparse: "340m", "1.5b", "1.5e9"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmgb]?)", text.lower())
     if match is None or not 1 <= (value := float(match[1]) * _UNITS[match[2]]) < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of parameters such as 340m or 1.5e9, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, such as 340m or 1.5e9, got {text!r}")
     return value
 
 

@@ -79,7 +79,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
     command = list(argv[len(own) + 1 :])
     parser = argparse.ArgumentParser(
-        usage="onebit run --join HOST:PORT [options] -- COMMAND [ARGUMENT ...]",
+        prog="onebit run", usage="onebit run --join HOST:PORT [options] -- COMMAND [ARGUMENT ...]",
         description=_ABOUT, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     add = parser.add_argument

@@ -52,13 +52,17 @@ def test_usage_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["doctor", "--model", "gpt5"], "gpt2-medium"),
         (["doctor", "--params", "1m", "--compute", "-1"], "at least 0, got '-1'"),
         (["doctor", "--params", "1m", "--model", "gpt2"], "not allowed with"),
+        (["plan", "--params", "1b", "--hosts", "0"], "got 1e+09 parameters, 0 hosts of 1 ranks and 1e+09 bit/s\n"),
         (["emulate", "--hosts", "2"], "no command"),
+        (["launch", "--num_gpus", "0", "train.py"], "--num_gpus: expected at least 1, got 0"),
+        (["run", "--", "true"], "--join"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(arguments)
-    assert end.value.code == 2 and complaint in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and f"onebit {arguments[0]}: error: " in said and complaint in said
 
 
 def test_what_cannot_be_done_ends_with_one_line(
@@ -69,6 +73,10 @@ def test_what_cannot_be_done_ends_with_one_line(
     assert main(["doctor"]) == 1
     assert capsys.readouterr().err == (
         "onebit doctor: RANK=0 is set, WORLD_SIZE is not; set both, or neither (a single process)\n"
+    )
+    assert main(["layout", "dense", "--length", "64", "--png", "/nowhere/x.png"]) == 1
+    assert capsys.readouterr().err == (
+        "onebit layout: --png /nowhere/x.png cannot be written: No such file or directory\n"
     )
 
 

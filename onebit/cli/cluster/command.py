@@ -42,6 +42,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         split = arguments.index("--")
         own, command = arguments[:split], arguments[split + 1 :]
     parser = argparse.ArgumentParser(
+        prog="onebit emulate",
         usage="onebit emulate --hosts N --rate RATE [options] -- COMMAND [ARGUMENT ...]\n       onebit emulate --check",
         description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -69,6 +69,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for option in ("master_port", "ssh_port"):
         if not 1 <= (getattr(args, option) or 1) <= 65535:
             parser.error(f"--{option}: expected 1 to 65535, got {getattr(args, option)}")
+    if args.num_gpus is not None and args.num_gpus < 1:
+        parser.error(f"--num_gpus: expected at least 1, got {args.num_gpus}")
     if args.module and args.no_python:
         parser.error("--module and --no_python exclude each other: a module needs Python")
     return args

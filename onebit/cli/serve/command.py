@@ -98,7 +98,8 @@ def main(argv: Sequence[str]) -> int:
         served, engine = _load(args, transport)
         batch = ContinuousBatch(engine, args.rows)
     except (CheckpointError, ImportError, OSError, ValueError) as error:
-        raise UserError(f"{args.model} cannot be served: {error}") from error
+        why = " ".join(str(error).split())  # those of transformers have several lines
+        raise UserError(f"{args.model} cannot be served: {why}") from error
     # Launchers send both to all ranks: those beside rank 0 end when it does. uvicorn handles them on rank 0 while it
     # runs, and then raises them again for whoever handled them before.
     for number in (signal.SIGINT, signal.SIGTERM):
