@@ -172,7 +172,7 @@ class Config(_TopLevel):
         sequence_parallel_size: Ranks that share each sequence; None: one, or those of the given grid.
         optimizer: Name and parameters; None: the file has no optimizer.
         scheduler: Name and parameters; None: the file has no scheduler.
-        communication_data_type: Format of gradients; None: eight bits for one-bit optimizers, float32 for others.
+        communication_data_type: Format of gradients; None: a one-bit optimizer's default, float32 of others.
             "fp16" counts as "bf16", which has the same bytes and does not overflow.
     """
 
