@@ -159,8 +159,8 @@ class Engine:
     def backward(self, loss: Tensor, *, retain_graph: bool = False, weight: float | None = None) -> Tensor:
         """Add the gradients of a micro-batch's loss to those of its step, and return the loss unchanged.
 
-        The loss is divided by the number of micro-batches and multiplied by the loss scale. A loss that does not depend
-        on the model (of an empty batch) counts as a zero gradient, with a warning.
+        The loss is divided by the number of micro-batches and multiplied by the loss scale. Among several ranks a loss
+        that does not depend on the model (`detach()`) counts as a zero gradient, with a warning.
 
         Args:
             loss: Scalar loss of this rank's micro-batch.
