@@ -47,7 +47,7 @@ def rows() -> Iterator[tuple[str, list[str]]]:
         if names := [name for name in same if here[name] == heading]:
             yield f"yes: {heading}", names
     rest = [name for name in NAMES if name not in here]
-    yield "yes: says False, for the feature is not here", [name for name in rest if name in SWITCHED_OFF]
+    yield "yes: returns False, as the feature is not here", [name for name in rest if name in SWITCHED_OFF]
     yield "no: RuntimeError; " + REFUSED["compile"], [name for name in rest if name in REFUSED]
     whys: dict[str, list[str]] = {}
     for name in rest:
