@@ -12,10 +12,6 @@ import os
 import pickle
 import re
 import shutil
-import tarfile
-import warnings
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +20,7 @@ from random import Random
 import torch
 
 from faults.case import AS_PROMISED, CRASH, HUNG, NAMELESS, OTHER, SILENT, Case, End, Outcome, Tools, first_line
+from faults.hostile import Hostile, seal, write_bomb, write_script, write_tar
 from faults.kinds import ENGINE, REPLICAS, Kind, named
 from faults.ranks import call_in_fork
 from onebit.cli.convert import read_weights
@@ -33,28 +30,6 @@ from onebit.zero import export_weights, materialize, read_checkpoint_weights
 _OLD, _NEW = 1.0, 2.0
 _OLD_NAME, _NEW_NAME = "step_00000001", "step_00000002"
 _MARK = "code-ran"
-
-
-class _Hostile:
-    """A pickle that makes a file where it is loaded."""
-
-    def __init__(self, mark: Path):
-        self._mark = str(mark)
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (self._mark,)
-
-
-def _forge(folder: Path) -> None:
-    """Let the stamp fit the files, as whoever means harm would."""
-    path = folder / "stamp.json"
-    stamp = json.loads(path.read_text())
-    stamp.pop("stamp_crc32")
-    for name in stamp["files"]:
-        data = (folder / name).read_bytes()
-        stamp["files"][name], stamp["crc32"][name] = len(data), zlib.crc32(data)
-    own = zlib.crc32(json.dumps(stamp, sort_keys=True).encode())
-    path.write_text(json.dumps(stamp | {"stamp_crc32": own}))
 
 
 Damage = Callable[[Path, Random], str]
@@ -131,69 +106,35 @@ def _huge(path: Path, random: Random) -> str:
 
 
 def _hostile(path: Path, random: Random) -> str:
-    path.write_bytes(pickle.dumps(_Hostile(path.parent.parent / _MARK)))
+    path.write_bytes(pickle.dumps(Hostile(path.parent.parent / _MARK)))
     return "a pickle that runs code"
 
 
 def _hostile_zip(path: Path, random: Random) -> str:
     file = io.BytesIO()
-    torch.save({"model": _Hostile(path.parent.parent / _MARK)}, file)
+    torch.save({"model": Hostile(path.parent.parent / _MARK)}, file)
     path.write_bytes(file.getvalue())
     return "a torch.save that runs code"
 
 
-class _Script(torch.nn.Module):
-    """A module whose TorchScript archive writes a file where it is loaded. written: keeps that from being dropped."""
-
-    def __init__(self, mark: str):
-        super().__init__()
-        self.mark = mark
-        self.written = torch.zeros(())
-
-    @torch.jit.export
-    def __getstate__(self) -> tuple[str, bool]:
-        return self.mark, self.training
-
-    @torch.jit.export
-    def __setstate__(self, state: tuple[str, bool]) -> None:
-        self.mark, self.training = state[0], state[1]
-        self.written = torch.from_file(state[0], True, 16, dtype=torch.float32).fill_(1.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
 def _hostile_script(path: Path, random: Random) -> str:
-    mark = path.parent.parent / _MARK
-    file = io.BytesIO()  # as a path torch takes no hidden name
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        torch.jit.save(torch.jit.script(_Script(str(mark))), file)
-    path.write_bytes(file.getvalue())
+    write_script(path, path.parent.parent / _MARK)
     return "a TorchScript archive that runs code"
 
 
 def _hostile_tar(path: Path, random: Random) -> str:
-    with tarfile.open(path, "w") as archive:
-        for name in ("storages", "tensors", "pickle"):
-            data = pickle.dumps(_Hostile(path.parent.parent / _MARK), protocol=2)
-            (member := tarfile.TarInfo(name)).size = len(data)
-            archive.addfile(member, io.BytesIO(data))
+    write_tar(path, path.parent.parent / _MARK)
     return "a tar file of torch's first form that runs code"
 
 
 def _hostile_legacy(path: Path, random: Random) -> str:
-    content = {"model": _Hostile(path.parent.parent / _MARK)}
+    content = {"model": Hostile(path.parent.parent / _MARK)}
     torch.save(content, path, _use_new_zipfile_serialization=False)
     return "a bare pickle of torch's second form that runs code"
 
 
 def _bomb(path: Path, random: Random) -> str:
-    whole = io.BytesIO()
-    torch.save({"x": torch.zeros(1 << 22)}, whole)
-    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
-        for record in source.infolist():
-            target.writestr(record.filename, source.read(record))
+    write_bomb(path, path.parent.parent / _MARK)
     return "a zip file of a few kilobytes that becomes 16 MiB"
 
 
@@ -229,7 +170,7 @@ def _damage(kind: Kind, name: str, tools: Tools) -> Iterator[Outcome]:
         shutil.copytree(whole, folder)
         done = damage(folder / file, tools.random)
         if damage in _HOSTILE and file.name != "stamp.json":
-            _forge((folder / file).parent)
+            seal((folder / file).parent)
         fault = f"{file}: {done}"
         if damage is not _stale or (folder / file).read_bytes() != (whole / file).read_bytes():
             yield _judge(fault, kind, folder, file)

@@ -7,7 +7,6 @@ threads; a kill is an exception after which nothing changes the file system any 
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import pickle
@@ -24,6 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults.filesystem import Died, Faults
+from faults.hostile import Hostile, seal
 from torch.distributed import checkpoint as dcp
 
 from onebit.checkpoint import files
@@ -138,15 +138,6 @@ def listing(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def seal(target: Path, **forged: object) -> None:
-    """Make a stamp's checksums those of the files as they are, as somebody who forges a checkpoint would."""
-    stamp = json.loads((target / files.STAMP).read_text()) | forged
-    del stamp["stamp_crc32"]
-    sums = {name: files.sum_of(target / name) for name in stamp["files"]}
-    stamp |= {"files": {k: v.size for k, v in sums.items()}, "crc32": {k: v.crc32 for k, v in sums.items()}}
-    (target / files.STAMP).write_text(json.dumps(stamp | {"stamp_crc32": files._crc32(stamp)}))
-
-
 # ---------------------------------------------------------------- damage
 
 
@@ -221,16 +212,6 @@ def test_a_forged_stamp_leads_nowhere(kind: Kind, forged: dict, tmp_path: Path) 
     assert str(load(kind, tmp_path)).startswith("rank 0: ")
 
 
-class Evil:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, mark: Path):
-        self.mark = mark
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.mark),)
-
-
 @both_kinds
 def test_nothing_in_a_checkpoint_is_run(kind: Kind, tmp_path: Path) -> None:
     save(kind, tmp_path, 1)
@@ -238,16 +219,16 @@ def test_nothing_in_a_checkpoint_is_run(kind: Kind, tmp_path: Path) -> None:
     for name in [path.name for path in target.iterdir() if path.name != files.STAMP]:
         whole = (target / name).read_bytes()
         for forge in (
-            lambda path: path.write_bytes(pickle.dumps(Evil(mark))),
-            lambda path: torch.save({"x": Evil(mark)}, path.open("wb")),
-            lambda path: torch.save(Evil(mark), path.open("wb"), _use_new_zipfile_serialization=False),
+            lambda path: path.write_bytes(pickle.dumps(Hostile(mark))),
+            lambda path: torch.save({"x": Hostile(mark)}, path.open("wb")),
+            lambda path: torch.save(Hostile(mark), path.open("wb"), _use_new_zipfile_serialization=False),
         ):
             forge(target / name)
             seal(target)
             assert str(load(kind, tmp_path)).startswith("rank ") and not mark.exists(), name
         (target / name).write_bytes(whole)
-    (target / files.STAMP).write_bytes(pickle.dumps(Evil(mark)))
-    (tmp_path / "latest").write_bytes(pickle.dumps(Evil(mark)))
+    (target / files.STAMP).write_bytes(pickle.dumps(Hostile(mark)))
+    (tmp_path / "latest").write_bytes(pickle.dumps(Hostile(mark)))
     assert "no checkpoint in" in str(load(kind, tmp_path)) and not mark.exists()
 
 
@@ -258,7 +239,7 @@ def test_an_object_in_torchs_own_form_is_refused(tmp_path: Path) -> None:
     for path in target.iterdir():
         if path.name != files.STAMP:
             path.unlink()
-    dcp.save({"model/x": Evil(mark)}, storage_writer=dcp.FileSystemWriter(target))
+    dcp.save({"model/x": Hostile(mark)}, storage_writer=dcp.FileSystemWriter(target))
     mark.rmdir() if mark.exists() else None
     seal(target)
     assert str(load(Zero, tmp_path)).startswith("rank 0: ") and not mark.exists()

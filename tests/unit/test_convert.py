@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
 import re
 import sys
-import tarfile
 import types
 import zipfile
 from collections import OrderedDict
@@ -19,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from family import same
+from faults.hostile import Hostile, rewrite_zip, write_bomb, write_script, write_tar
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -77,16 +76,6 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 
 
 # ---------------------------------------------------------------- DeepSpeed
-
-
-class Evil:
-    """Unpickled by pickle, it makes a folder."""
-
-    def __init__(self, folder: Path):
-        self.folder = str(folder)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (self.folder,)
 
 
 def save_as_deepspeed(folder: Path, stage: int, ranks: int, extra: object = None) -> dict[str, Tensor]:
@@ -178,7 +167,7 @@ def test_nothing_in_a_file_is_run_and_unknown_classes_are_no_hindrance(
     held = scaler()
     held.scale = 8.0  # type: ignore[attr-defined]
     evil = tmp_path / "made by a file"
-    expected = save_as_deepspeed(tmp_path / "c", 2, 2, extra=[held, Evil(evil)])
+    expected = save_as_deepspeed(tmp_path / "c", 2, 2, extra=[held, Hostile(evil)])
     monkeypatch.delitem(sys.modules, "deepspeed_of_yore")
     assert same(read_weights(tmp_path / "c"), expected) and not evil.exists()
 
@@ -188,80 +177,31 @@ def test_a_bare_pickle_runs_nothing(tmp_path: Path, protocol: int) -> None:
     """torch reads files of its first format by pickle_module.load, not by the Unpickler."""
     folder = tmp_path / "global_step1"
     folder.mkdir()
-    (folder / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(Evil(tmp_path / "made"), protocol=protocol))
+    (folder / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(Hostile(tmp_path / "made"), protocol=protocol))
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_weights(folder)
     assert not (tmp_path / "made").exists()
 
 
-class Pretender(nn.Module):
-    """A module whose TorchScript archive writes a file where it is loaded. written: keeps that from being dropped."""
-
-    def __init__(self, path: str):
-        super().__init__()
-        self.path = path
-        self.written = torch.zeros(())
-
-    @torch.jit.export
-    def __getstate__(self) -> tuple[str, bool]:
-        return self.path, self.training
-
-    @torch.jit.export
-    def __setstate__(self, state: tuple[str, bool]) -> None:
-        self.path, self.training = state[0], state[1]
-        self.written = torch.from_file(state[0], True, 16, dtype=torch.float32).fill_(
-            1.0
-        )  # kept: it must not be dropped
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-def write_torchscript(path: Path, victim: Path) -> None:
-    torch.jit.save(torch.jit.script(Pretender(str(victim))), str(path))
-
-
-def write_torchscript_without_constants(path: Path, victim: Path) -> None:
+def write_script_without_constants(path: Path, victim: Path) -> None:
     """As a reader that looks for constants.pkl alone would miss it."""
-    whole = io.BytesIO()
-    torch.jit.save(torch.jit.script(Pretender(str(victim))), whole)
-    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(path, "w") as target:
-        for record in source.infolist():
-            if not record.filename.endswith("constants.pkl"):
-                target.writestr(record.filename, source.read(record))
-
-
-def write_tar(path: Path, victim: Path) -> None:
-    """torch's form before 0.1.10, whose loader extracts a member and unpickles it."""
-    with tarfile.open(path, "w") as archive:
-        for name in ("storages", "tensors", "pickle"):
-            data = pickle.dumps(Evil(victim), protocol=2)
-            (member := tarfile.TarInfo(name)).size = len(data)
-            archive.addfile(member, io.BytesIO(data))
+    write_script(path, victim)
+    rewrite_zip(path, zipfile.ZIP_STORED, lambda name: not name.endswith("constants.pkl"))
 
 
 def write_legacy(path: Path, victim: Path) -> None:
     torch.save({"module": weights()}, path, _use_new_zipfile_serialization=False)
 
 
-def write_bomb(path: Path, victim: Path) -> None:
-    """A few kilobytes that become as many megabytes."""
-    whole = io.BytesIO()
-    torch.save({"module": {"w": torch.zeros(2_000_000)}}, whole)
-    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
-        for record in source.infolist():
-            target.writestr(record.filename, source.read(record))
-
-
 def write_other_zip(path: Path, victim: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/version", "3")
-        archive.writestr("a/b/data.pkl", pickle.dumps(Evil(victim), protocol=2))
+        archive.writestr("a/b/data.pkl", pickle.dumps(Hostile(victim), protocol=2))
 
 
 FORMS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
-    "TorchScript": (write_torchscript, "TorchScript archive"),
-    "TorchScript without constants": (write_torchscript_without_constants, "TorchScript archive"),
+    "TorchScript": (write_script, "TorchScript archive"),
+    "TorchScript without constants": (write_script_without_constants, "TorchScript archive"),
     "tar": (write_tar, "tar file"),
     "legacy": (write_legacy, "bare pickle"),
     "bomb": (write_bomb, "compressed or overlap"),
@@ -271,7 +211,6 @@ FORMS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "weights.pt", "optimizer.pt"])
 @pytest.mark.parametrize("form", FORMS)
 def test_other_forms_than_torch_saves_zip_are_refused_by_name(
@@ -429,7 +368,7 @@ def test_what_cannot_be_converted_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], status: int, complaint: str
 ) -> None:
     torch.save(weights(), tmp_path / "a.pt")
-    torch.save({"model": Evil(tmp_path / "made")}, tmp_path / "evil.pt")
+    torch.save({"model": Hostile(tmp_path / "made")}, tmp_path / "evil.pt")
     torch.save(nn.Linear(1, 1), tmp_path / "module.pt")
     (tmp_path / "empty").mkdir()
     arguments = [word if word.startswith("--") or word == "x" else str(tmp_path / word) for word in words]
