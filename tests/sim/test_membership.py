@@ -6,9 +6,9 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -557,26 +557,17 @@ def test_a_loss_before_the_change_does_not_keep_newcomers_out() -> None:
                 await_newcomers(members, hub, 1)
             if members.rendezvous.name == "c" and optimizer.steps_taken() == 8:
                 members._now.die()
+            if members.rendezvous.name == "n":
+                entered.append(optimizer.steps_taken())
 
-        model = net()
-        optimizer = local(model, members)
-        begin(optimizer)
-        if members.rendezvous.name == "n":
-            entered.append(optimizer.steps_taken())
-        draw = torch.Generator().manual_seed(ord(members.rendezvous.name))
-        while optimizer.steps_taken() < 16:
-            before_step(optimizer)
-            x = torch.randn(8, 12, generator=draw)
-            (model(x) - x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        model, optimizer = trained(members, 16, local, before_step)
         optimizer.sync()
         end(optimizer)
         return parameters_of(model)
 
     began = time.monotonic()
     results = founded(hub, work, [INF, INF, INF]).joined_by("n").results
-    assert set(results) == {"a", "b", "n"} and entered == [8]
+    assert set(results) == {"a", "b", "n"} and entered[0] == 8
     assert all(torch.equal(results["a"], params) for params in results.values())
     assert time.monotonic() - began < 15.0
 
@@ -898,71 +889,56 @@ def textbook(params: list[nn.Parameter], members: Members, delay: int = 0) -> tu
 
 
 @pytest.mark.parametrize(
-    ("founders", "leaves", "newcomers"), [(4, {"b": 18, "c": 18}, ""), (2, {}, "cd"), (1, {}, "b"), (2, {"a": 22}, "")]
+    ("founders", "leaves", "newcomers", "delay"),
+    [
+        *((4, {"b": 18, "c": 18}, "", 0), (2, {}, "cd", 0), (1, {}, "b", 0), (2, {"a": 22}, "", 0)),
+        *((4, {"b": 18, "c": 18}, "", 1), (2, {}, "cd", 1)),
+    ],
 )
 def test_equals_the_textbook_loop_whose_workers_change(
-    founders: int, leaves: dict[str, int], newcomers: str, monkeypatch: pytest.MonkeyPatch
+    founders: int, leaves: dict[str, int], newcomers: str, delay: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `test_equals_the_textbook_loop`; powers of two alone, as sums of thirds cancel to another sign.
 
     Residuals are carried over but for those of the lost, whose size is that of their last vote: they die after a step,
-    so it is that before this step.
+    so it is that before this step. With a delay the others' part of the step under way counts at a loss, and newcomers
+    come once it has landed.
     """
     monkeypatch.setattr(residuals, "PARTS", 1)  # each vote measures all
-    rosters, owned, found, stats = run_of_changes(founders, leaves, newcomers, textbook, steps=STEPS, joins_at=20)
-    oracle = ElasticOracle(start(), len(rosters[0]), SIZES, dense=lambda step: step < FREEZE)
-    oracle.names, norms = list(rosters[0]), dict[str, float]()
-    for step, names in enumerate(rosters):
-        if list(names) != oracle.names:
-            gone = [name for name in oracle.names if name not in names]
-            rest = oracle.residual(owned[step - 1]) - sum(oracle.share(name, owned[step - 1]) for name in gone)
-            elements = sum(len(oracle.x) + np.count_nonzero(owned[step - 1] == oracle.names.index(n)) for n in gone)
-            expected = elements, sum(norms[name] for name in gone)
-            oracle.change(list(names), owned[step - 1], owned[step])
-            np.testing.assert_allclose(oracle.residual(owned[step]), rest, atol=1e-12, rtol=0)
-        norms |= {name: float(np.linalg.norm(oracle.share(name, owned[step]))) for name in names}
-        oracle.step(np.stack([gradient(oracle.x, step, ord(name) - 97) for name in names]), LR)
-    np.testing.assert_allclose(found, oracle.x, atol=2e-4, rtol=0)
-    assert stats.lost_residuals == expected[0]
-    np.testing.assert_allclose(stats.lost_residual_norm, expected[1], rtol=2e-3)  # float32 against float64
-
-
-@pytest.mark.parametrize(("founders", "leaves", "newcomers"), [(4, {"b": 18, "c": 18}, ""), (2, {}, "cd")])
-def test_equals_the_delayed_textbook_loop_whose_workers_change(
-    founders: int, leaves: dict[str, int], newcomers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At a loss the others' part of the step under way counts; newcomers come once it has landed."""
-    monkeypatch.setattr(residuals, "PARTS", 1)  # each vote measures all
-    make = partial(textbook, delay=1)
-    rosters, owned, found, stats = run_of_changes(founders, leaves, newcomers, make, steps=STEPS, joins_at=18)
+    make, joins_at = partial(textbook, delay=delay), 18 if delay else 20
+    rosters, owned, found, stats = run_of_changes(founders, leaves, newcomers, make, steps=STEPS, joins_at=joins_at)
     oracle = ElasticOracle(start(), len(rosters[0]), SIZES, dense=lambda step: step < FREEZE)
     oracle.names, norms = list(rosters[0]), dict[str, float]()
     ahead, elements, norm = np.zeros_like(oracle.x), 0, 0.0
     for step, names in enumerate(rosters):
         seen, change = oracle.x - ahead, (list(names), owned[step - 1], owned[step])
-        gone = [name for name in oracle.names if name not in names]
-        if gone:
+        if gone := [name for name in oracle.names if name not in names]:
             elements = sum(len(seen) + np.count_nonzero(owned[step - 1] == oracle.names.index(n)) for n in gone)
             norm = sum(norms[name] for name in gone)
-            oracle.lose(*change)
-        if step > FREEZE:
+            rest = oracle.residual(owned[step - 1]) - sum(oracle.share(name, owned[step - 1]) for name in gone)
+            (oracle.lose if delay else oracle.change)(*change)
+            np.testing.assert_allclose(oracle.residual(owned[step]), rest, atol=1e-12, rtol=0)
+        if delay and step > FREEZE:
             oracle.land(LR)
         x_of = {name: seen if name in oracle.names else oracle.x for name in names}
         if list(names) != oracle.names:
+            rest = oracle.residual(owned[step - 1])
             oracle.change(*change)
+            np.testing.assert_allclose(oracle.residual(owned[step]), rest, atol=1e-12, rtol=0)
+        norms = {name: float(np.linalg.norm(oracle.share(name, owned[step]))) for name in names}
         grads = np.stack([gradient(x_of[name], step, ord(name) - 97) for name in names])
-        if step < FREEZE:
-            oracle.step(grads, LR)
-        else:
+        if delay and step >= FREEZE:
             oracle.freeze()
-            norms = {name: float(np.linalg.norm(oracle.share(name, owned[step]))) for name in names}
             oracle.send(grads)
             beta1 = oracle.betas[0]
             ahead = LR * beta1 * compress(oracle.update, oracle.blocks, "rms") / (1 - beta1**oracle.t)
-    oracle.land(LR)
+        else:
+            oracle.step(grads, LR)
+    if delay:
+        oracle.land(LR)
     np.testing.assert_allclose(found, oracle.x, atol=2e-4, rtol=0)
     assert stats.lost_residuals == elements
-    np.testing.assert_allclose(stats.lost_residual_norm, norm, rtol=2e-3)
+    np.testing.assert_allclose(stats.lost_residual_norm, norm, rtol=2e-3)  # float32 against float64
 
 
 @pytest.mark.parametrize(("founders", "leaves", "newcomers"), [(3, {"b": 8}, ""), (2, {}, "cd"), (2, {"a": 10}, "")])
@@ -1473,18 +1449,38 @@ def test_a_stranger_does_not_end_the_run_of_others() -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
+AWAY = Mock(add=Mock(side_effect=MembershipError("cut off")))  # beats of a member that does not reach the store
+
+
+@contextmanager
+def met(hub: Hub) -> Iterator[tuple[ThreadPoolExecutor, Roster, Rendezvous, Rendezvous]]:
+    """A pool, the first epoch of the members a and b, and both, the first one first. Its end is that of the run."""
+    both = [hub.members(name, [INF]).rendezvous for name in "ab"]
+    with ThreadPoolExecutor() as pool:
+        roster, same = pool.map(lambda one: one.meet(None), both)
+        assert roster == same
+        try:
+            yield pool, roster, *sorted(both, key=lambda one: one.name != roster.names[0])
+        finally:
+            hub.store.set("ended", "yes")
+            for one in both:
+                one.leave()
+
+
+def forget(hub: Hub, *members: Rendezvous) -> None:
+    """The rendezvous comes back empty, and these members are connected to it."""
+    hub.store = HashStore()
+    for one in members:
+        one._store._store = one._beats._store = hub.store
+
+
 def test_nobody_waits_for_a_member_that_has_given_the_epoch_up() -> None:
     """a has moved on to the next epoch and waits there for b, which lives."""
-    hub = Hub(2)
-    a, b = (hub.members(name, [INF]).rendezvous for name in "ab")
-    with ThreadPoolExecutor() as pool:
-        roster, same = pool.map(lambda one: one.meet(None), (a, b))
-        assert roster == same
+    with met(Hub(2)) as (pool, roster, a, b):
         next_of_a = pool.submit(a.meet, roster)
-        with pytest.raises(PeerError, match="a gave up epoch 1"):
+        with pytest.raises(PeerError, match=f"{a.name} gave up epoch 1"):
             b.confirm(roster, "ready")
         assert b.meet(roster) == next_of_a.result(10) and set(next_of_a.result().names) == {"a", "b"}
-    a.leave(), b.leave()
 
 
 def test_a_run_begins_with_its_members_and_not_with_their_roster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1512,21 +1508,13 @@ def test_a_run_begins_with_its_members_and_not_with_their_roster(monkeypatch: py
 def test_a_member_that_waits_comes_again_if_the_rendezvous_comes_back_empty() -> None:
     """What it had written is gone, and it lives: the others would wait for it until `busy_s`."""
     hub = Hub(2)
-    a, b = (hub.members(name, [INF]).rendezvous for name in "ab")
-    with ThreadPoolExecutor() as pool:
-        roster, _ = pool.map(lambda one: one.meet(None), (a, b))
+    with met(hub) as (pool, roster, a, b):
         next_of_a = pool.submit(a.meet, roster)
         while hub.store.add("here/2", 0) == 0:
             time.sleep(0.01)
-        hub.store = HashStore()
-        for one in (a, b):
-            one._store._store = one._beats._store = hub.store
+        forget(hub, a, b)
         next_of_b = pool.submit(b.meet, roster)
-        try:
-            assert next_of_a.result(10) == next_of_b.result(10) and set(next_of_a.result().names) == {"a", "b"}
-        finally:
-            hub.store.set("ended", "yes")
-            a.leave(), b.leave()
+        assert next_of_a.result(10) == next_of_b.result(10) and set(next_of_a.result().names) == {"a", "b"}
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
@@ -1534,91 +1522,74 @@ def test_a_member_that_waits_comes_again_if_the_rendezvous_comes_back_empty() ->
 def test_a_newcomer_finds_the_run_that_the_rendezvous_had_forgotten(epochs: int, founders: int) -> None:
     """It came to the empty one before the members did, and would have been a founder; at once, if one is enough."""
     hub = Hub(2)
-    a, b = (hub.members(name, [INF]).rendezvous for name in "ab")
-    with ThreadPoolExecutor() as pool:
-        last = None
-        for _ in range(epochs):
-            last, _ = pool.map(partial(Rendezvous.meet, last=last), (a, b))
-        if last.names[0] == b.name:  # the first one to come looks for newcomers
-            a, b = b, a
-        a.begin()
-        hub.store, hub.founders = HashStore(), founders
+    with met(hub) as (pool, last, *both):
+        for _ in range(epochs - 1):
+            last, _ = pool.map(partial(Rendezvous.meet, last=last), both)
+        first = next(one for one in both if one.name == last.names[0])  # it looks for newcomers
+        first.begin()
+        forget(hub)
+        hub.founders = founders
         n = hub.members("n", [INF]).rendezvous
         of_n = pool.submit(n.meet, None)
         while hub.store.add("here/1", 0) == 0:
             time.sleep(0.001)
-        for one in (a, b):
+        for one in both:
             one._store._store = one._beats._store = hub.store
         try:
-            assert a.is_awaited.wait(10) and not of_n.done()
-            assert {roster.epoch for roster in pool.map(partial(Rendezvous.meet, last=last), (a, b))} == {epochs + 1}
+            assert first.is_awaited.wait(10) and not of_n.done()
+            assert {roster.epoch for roster in pool.map(partial(Rendezvous.meet, last=last), both)} == {epochs + 1}
             assert set(of_n.result(10).names) == {"a", "b", "n"}
         finally:
             hub.store.set("ended", "yes")
-            a.leave(), b.leave(), n.leave()
+            n.leave()
 
 
-@pytest.mark.parametrize("cut_off", "ab")
-def test_a_member_that_was_cut_off_does_not_hide_the_run_from_an_empty_rendezvous(cut_off: str) -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_member_that_was_cut_off_does_not_hide_the_run_from_an_empty_rendezvous(is_first: bool) -> None:
     """It reaches the store first, and tells of the epoch that it was in. Both would be the run's only members."""
-    hub, away = Hub(2), Mock(add=Mock(side_effect=MembershipError("cut off")))
-    refused = Mock(side_effect=RuntimeError("still connecting"))
-    one, other = (hub.members(name, [INF]).rendezvous for name in "ab")
-    with ThreadPoolExecutor() as pool:
-        roster, _ = pool.map(lambda each: each.meet(None), (one, other))
-        a, b = (one, other) if roster.names[0] == cut_off else (other, one)
+    hub, refused = Hub(2), Mock(side_effect=RuntimeError("still connecting"))
+    with met(hub) as (pool, roster, *both):
+        a, b = both if is_first else reversed(both)
         a.begin(), b.begin()
-        beats, a._beats = a._beats, away
+        beats, a._beats = a._beats, AWAY
         alone = b.meet(roster, {a.name})
-        hub.store = HashStore()
         for store in (b._store, b._beats):
             store._connect, store._store = refused, None
-        a._store._store = beats._store = hub.store
+        forget(hub, a)
+        beats._store = hub.store
         a._beats = beats
         back = pool.submit(a.meet, roster)
-        try:
-            time.sleep(0.3)  # as long as several looks
-            for store in (b._store, b._beats):
-                store._connect = lambda: hub.store
-            assert b.is_awaited.wait(10)
-            found = b.meet(alone)
-            assert back.result(10) == found == Roster(3, (b.name, a.name))
-        finally:
-            hub.store.set("ended", "yes")
-            a.leave(), b.leave()
+        time.sleep(0.3)  # as long as several looks
+        for store in (b._store, b._beats):
+            store._connect = lambda: hub.store
+        assert b.is_awaited.wait(10)
+        assert b.meet(alone) == back.result(10) == Roster(3, (b.name, a.name))
 
 
 def test_a_member_that_was_left_is_in_no_epoch_until_it_is_back() -> None:
     """Else it would tell a rendezvous that comes back empty of an epoch that is over. It finds the run there."""
-    hub, away = Hub(2), Mock(add=Mock(side_effect=MembershipError("cut off")))
-    a, b = (hub.members(name, [INF]).rendezvous for name in "ab")
+    hub = Hub(2)
 
-    def forget() -> None:
-        hub.store = HashStore()
-        first._store._store = first._beats._store = second._store._store = hub.store
+    def forgotten() -> None:
+        forget(hub, first)
+        second._store._store = hub.store
         time.sleep(0.3)  # as long as several looks
         assert not hub.store.check(["newest"])
         second._beats = beats
         while not hub.store.check(["newest"]):
             time.sleep(0.01)
 
-    with ThreadPoolExecutor() as pool:
-        roster, _ = pool.map(lambda one: one.meet(None), (a, b))
-        first, second = (a, b) if roster.names[0] == "a" else (b, a)
+    with met(hub) as (pool, roster, first, second):
         first.begin(), second.begin()
-        here, first._beats = first._beats, away
+        here, first._beats = first._beats, AWAY
         alone = second.meet(roster, {first.name})
-        first._beats, beats, second._beats = here, second._beats, away
+        first._beats, beats, second._beats = here, second._beats, AWAY
         beats._store = None  # it connects anew, to the other store
-        found = pool.submit(first.meet, roster, when_left=forget)
-        try:
-            deadline = time.monotonic() + 10
-            while hub.store.add("here/3", 0) == 0 and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert second.meet(alone) == found.result(10) == Roster(3, (second.name, first.name))
-        finally:
-            hub.store.set("ended", "yes")
-            a.leave(), b.leave()
+        found = pool.submit(first.meet, roster, when_left=forgotten)
+        deadline = time.monotonic() + 10
+        while hub.store.add("here/3", 0) == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert second.meet(alone) == found.result(10) == Roster(3, (second.name, first.name))
 
 
 def test_a_newcomer_that_asks_for_a_copy_asks_again_if_the_rendezvous_comes_back_empty() -> None:
@@ -1634,9 +1605,7 @@ def test_a_newcomer_that_asks_for_a_copy_asks_again_if_the_rendezvous_comes_back
         found = pool.submit(n.ask)
         while not giver.answer.called:
             time.sleep(0.01)
-        hub.store = HashStore()
-        for one in (a, n):
-            one._store._store = one._beats._store = hub.store
+        forget(hub, a, n)
         giver.answer.return_value = ""
         try:
             assert found.result(10) == Roster(-1, ("a", "n"))
@@ -1649,17 +1618,15 @@ def test_a_newcomer_asks_whoever_is_the_first_member() -> None:
     """The one that it has asked is lost, or has no copy for it."""
     hub, giver = Hub(2), Mock()
     giver.answer.return_value = "it has none"
-    a, b, n = (hub.members(name, [INF]).rendezvous for name in "abn")
-    with ThreadPoolExecutor() as pool:
-        roster, _ = pool.map(lambda one: one.meet(None), (a, b))
-        first, second = (a, b) if roster.names[0] == "a" else (b, a)
+    n = hub.members("n", [INF]).rendezvous
+    with met(hub) as (pool, roster, first, second):
         first.begin()
         first.leave()  # without an answer
         second.gives(giver)
         found = pool.submit(n.ask)
         assert second.meet(roster, {first.name}).names == (second.name,)
         assert found.result(10) is None and giver.answer.call_args[0][0].names == (second.name, "n")
-    second.leave(), n.leave()
+    n.leave()
 
 
 def test_a_rendezvous_that_keeps_no_names_is_an_error() -> None:
