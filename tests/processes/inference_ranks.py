@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
 from train.model import GPT, ModelSize, build_model
 from train.model_layers import as_gpt, build_layers
 

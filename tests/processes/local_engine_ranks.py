@@ -12,6 +12,7 @@ from engine_ranks import config_of, dataset, net, train
 from family import same
 from tensor_cases import SIZE, gpt, next_byte_loss, windows
 from torch import Tensor, nn
+from train.layouts import tensor_plan
 
 import onebit
 from onebit import zero
@@ -19,8 +20,6 @@ from onebit.comm import init
 from onebit.comm.messages import gather_bytes
 from onebit.model_parallel import local
 from onebit.zero import grid as grids
-
-from train.layouts import tensor_plan  # isort: skip  (scripts/ is on the path since tensor_cases)
 
 EVERY, STEPS, SAVED = 3, 8, 5
 _GRIDS: dict[int, grids.Grid] = {}

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
+from train.layouts import layers_plan
+from train.model import ModelSize
+from train.model_layers import build_layers
 
 from onebit import zero
 from onebit.zero import grid as grids
 from onebit.zero.sparse_attention import SparseSelfAttention
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-from train.layouts import layers_plan
-from train.model import ModelSize
-from train.model_layers import build_layers
 
 SIZE = ModelSize(layers=2, width=32, heads=4, context=32)
 SPARSE = {"mode": "bigbird", "block": 4, "num_sliding_window_blocks": 1, "different_layout_per_head": True, "seed": 3}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import fsdp_cases
 import torch
 from grid_cases import whole as flat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from train.model import GPT, ModelSize, build_model, next_byte_loss
 
 import onebit
 from onebit import zero
@@ -18,10 +17,6 @@ from onebit.comm import Transport
 from onebit.dense import average_gradients
 from onebit.optimizer import CompressedOptimizer
 from onebit.zero.config.optimizers import build_optimizer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-from train.model import GPT, ModelSize, build_model, next_byte_loss
 
 # Blocks of 64 are the same sets of elements, cut or not: half a row of any matrix is whole blocks.
 SIZE = ModelSize(layers=1, width=128, heads=4, context=16)

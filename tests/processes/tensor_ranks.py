@@ -17,14 +17,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.utils.data import TensorDataset
+from train.layouts import tensor_plan
 
 from onebit import zero
 from onebit.agreement.replicas import ReplicaError
 from onebit.model_parallel import local
 from onebit.zero.grid import Grid
 from onebit.zero.parallel import tensor
-
-from train.layouts import tensor_plan  # isort: skip  (scripts/ is on the path since tensor_cases)
 
 CASES = case = Cases()
 

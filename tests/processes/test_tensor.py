@@ -12,15 +12,13 @@ from grid_cases import whole as flat
 from tensor_cases import FREEZE, SIZE, STEPS, gpt, twin
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from train.layouts import tensor_plan
 
 from onebit.comm import run_ranks
 from onebit.comm.launch import Launch
 from onebit.zero import read_config
 from onebit.zero.forms import shard_ranks
 from onebit.zero.parallel.tensor import resolve
-
-from train.layouts import tensor_plan  # isort: skip  (scripts/ is on the path since tensor_cases)
-
 
 ALL = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam", "AdamW")
 ONE_BIT = ALL[:3]

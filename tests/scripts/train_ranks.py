@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from onebit.comm import init
-from onebit.comm.messages import gather_bytes
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
 from train import layout_method  # noqa: F401  (once, before the ranks are forked: two seconds for each of them otherwise)
 from train import run as train_run
+
+from onebit.comm import init
+from onebit.comm.messages import gather_bytes
 
 
 def runs(corpus: str, arguments: Sequence[list[str]], step: int | None = None) -> list[int | str]:

@@ -7,13 +7,13 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from errors import error_of
+from faults.filesystem import Faults
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_torchrun
@@ -26,10 +26,6 @@ from onebit.comm import SimTransport, init, run_ranks
 from onebit.comm.messages import gather_texts
 from onebit.zero.checkpoint.files import CheckpointError, Checkpoints, _check_model
 from onebit.zero.checkpoint.tree import pack, select, unpack
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-from faults.filesystem import Faults
 
 keys = st.one_of(st.text(max_size=3), st.integers(), st.tuples(st.integers(), st.text(max_size=2)))
 leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5))

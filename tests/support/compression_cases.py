@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))  # ranks have it not
-
 from train.model import GPT, ModelSize, build_model
 
 SIZE = ModelSize(layers=2, width=16, heads=4, context=8)

@@ -14,6 +14,8 @@ from pipeline_model import CONTEXT, VOCABULARY, WIDTH, Block, Positions
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
+from train.layouts import tensor_plan
+from train.model import ModelSize, build_model, next_byte_loss
 
 from onebit import zero
 from onebit.comm import init
@@ -21,11 +23,6 @@ from onebit.comm.messages import gather_texts
 from onebit.zero import grid as grids
 from onebit.zero.data_efficiency import Root, TokenDropping, drop_tokens
 from onebit.zero.data_efficiency.token_dropping import arm
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-from train.layouts import tensor_plan
-from train.model import ModelSize, build_model, next_byte_loss
 
 SAMPLES, LAYERS, GLOBAL = 20, 4, 8
 

@@ -19,7 +19,6 @@ import inspect
 import json
 import os
 import runpy
-import secrets
 import select
 import shutil
 import signal
@@ -37,6 +36,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import forked_python
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # for what ranks import, as pytest has it
+
+from bench.command import free_port
 
 LAUNCHER_PREFIXES = ("OMPI_", "PMI", "PRTE_", "SLURM_", "MV2_", "MPI_LOCAL", "TORCHELASTIC_", "MASTER_")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -441,15 +444,6 @@ def _fork_ranks(n: int, folder: Path) -> bool:
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
     (folder / "returncodes.json").write_text(json.dumps(codes))
     return False
-
-
-def free_port() -> int:
-    """A free port, below those that the system hands out: it gives one of these to the next who asks."""
-    while True:
-        port = 20000 + secrets.randbelow(12000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _call(kind: str, target: str, args_json: str) -> None:
