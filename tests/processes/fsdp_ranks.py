@@ -10,16 +10,7 @@ from functools import partial
 
 import torch
 from errors import error_of
-from fsdp_cases import (
-    COMMON,
-    FREEZE,
-    STEPS,
-    aligned_net,
-    loss_of,
-    make,
-    note,
-    odd_net,
-)
+from fsdp_cases import COMMON, FREEZE, STEPS, aligned_net, loss_of, make, note, odd_net
 from grid_cases import Cases
 from grid_cases import whole as flat
 from torch import Tensor, nn
@@ -73,15 +64,8 @@ def like_twin(here: Grid, case: str) -> dict[str, list]:
     stage, micros = int(stage_of), int(count)
     net = sharded(here, aligned_net(), stage)
     optimizer = make_here(here, name, net, **dict.fromkeys(options, 0.1))
-    out: dict[str, list] = {
-        "params": [],
-        "clip": [],
-        "fallback": [],
-        "layers": [],
-        "early": [],
-        "bits": [],
-        "phases": [],
-    }
+    names = ("params", "clip", "fallback", "layers", "early", "bits", "phases")
+    out: dict[str, list] = {name: [] for name in names}
     for step in range(STEPS):
         optimizer.zero_grad()
         backward(here, net, step, stage, micros)
@@ -114,15 +98,8 @@ def clipping_is_torchs(here: Grid) -> dict[str, list]:
     R, S = here.shape.size("replica"), here.shape.size("shard")
     replica = here.coordinates["replica"]
     net = sharded(here, odd_net(uses_extra=replica == 0), 3)
-    optimizer = make(
-        "OnebitAdam",
-        net,
-        here.transport,
-        model_parallel_group=here.model_parallel_group,
-        max_grad_norm=0.3,
-        freeze_step=100,
-        warmup_codec=IdentityCodec(),
-    )
+    dense = {"freeze_step": 100, "warmup_codec": IdentityCodec()}
+    optimizer = make_here(here, "OnebitAdam", net, max_grad_norm=0.3, **dense)
     plain = [odd_net(uses_extra=r == 0) for r in range(R)]
     adamw = torch.optim.AdamW(plain[0].parameters(), lr=0.01)
     out: dict[str, list] = {"ours": [], "torchs": [], "factors": [], "torch_factors": []}
@@ -157,14 +134,7 @@ def lamb_measures_whole_layers(here: Grid) -> dict[str, Tensor]:
     one_bit, dense, plain = (odd_net() for _ in range(3))
     sharded(here, one_bit, 3)
     sharded(here, dense, 2)
-    ours = make(
-        "OnebitLamb",
-        one_bit,
-        here.transport,
-        model_parallel_group=here.model_parallel_group,
-        freeze_step=100,
-        warmup_codec=IdentityCodec(),
-    )
+    ours = make_here(here, "OnebitLamb", one_bit, freeze_step=100, warmup_codec=IdentityCodec())
     theirs = onebit.Lamb(dense.parameters(), model_parallel_group=here.model_parallel_group, **options)
     reference = onebit.Lamb(plain.parameters(), **options)
     used = [p for name, p in dense.named_parameters() if name != "unused"]  # it makes gradients that are not there
@@ -232,9 +202,7 @@ def one_bad_shard_makes_all_skip(here: Grid) -> list:
         ("ZeroOneAdam", 2, {}),
     ):
         net = sharded(here, odd_net(), 2)
-        optimizer = make(
-            name, net, here.transport, model_parallel_group=here.model_parallel_group, overlap=False, **options
-        )
+        optimizer = make_here(here, name, net, overlap=False, **options)
         train(here, net, optimizer, 2, range(step))
         before, state = flat(net), state_bytes(optimizer)
         backward(here, net, step, 2)
@@ -277,15 +245,9 @@ def errors_are_everybodys(here: Grid) -> dict[str, str]:
     out = {}
     net = sharded(here, odd_net(), 2)
     options = {"error_dtype": torch.bfloat16} if last else {}
-    out["options"] = error_of(
-        ValueError,
-        lambda: make_here(here, "OnebitAdam", net, **options),
-    )
+    out["options"] = error_of(ValueError, lambda: make_here(here, "OnebitAdam", net, **options))
     options = {"variance_floor": 0.02} if here.coordinates["shard"] else {}
-    out["shards"] = error_of(
-        ValueError,
-        lambda: make_here(here, "OnebitAdam", net, **options),
-    )
+    out["shards"] = error_of(ValueError, lambda: make_here(here, "OnebitAdam", net, **options))
     optimizer = make_here(here, "OnebitAdam", net)
     train(here, net, optimizer, 2, range(2))
     if last:
@@ -304,10 +266,7 @@ def shards_that_do_not_fit_are_refused(here: Grid) -> dict[str, str]:
     return {
         "no shards": error_of(ValueError, lambda: make("OnebitAdam", net, here.transport)),
         "dense": error_of(ValueError, lambda: onebit.Lamb(net.parameters())),
-        "plain": error_of(
-            ValueError,
-            lambda: make_here(here, "OnebitAdam", plain),
-        ),
+        "plain": error_of(ValueError, lambda: make_here(here, "OnebitAdam", plain)),
         "another's": error_of(ValueError, lambda: states.load_state_dict(other)),
         "stage": error_of(ValueError, lambda: fsdp.shard(odd_net(), here, 0)),
         "not sharded": error_of(TypeError, lambda: fsdp.begin_micro_batch(odd_net(), 1, is_last=True)),
@@ -447,11 +406,7 @@ def blocks_of_other_ranks_at_stage_3(here: Grid) -> dict[str, str]:
 def resume_is_no_interruption(here: Grid) -> dict[str, bool]:
     """From each rank's own state and shards, in warm-up, at the freeze, between synchronisations."""
     out = {}
-    for name, stage, at in (
-        ("OnebitAdam", 2, 2),
-        ("OnebitLamb", 1, 4),
-        ("ZeroOneAdam", 3, 6),
-    ):
+    for name, stage, at in (("OnebitAdam", 2, 2), ("OnebitLamb", 1, 4), ("ZeroOneAdam", 3, 6)):
         net = sharded(here, odd_net(), stage)
         optimizer = make_here(here, name, net, max_grad_norm=2.0)
         train(here, net, optimizer, stage, range(at))
@@ -479,14 +434,8 @@ def groups_may_share_a_module(here: Grid) -> dict[str, object]:
     net = sharded(here, aligned_net(), stage=2)
     groups = [{"params": [p for p in net.parameters() if (p.dim() > 1) == is_matrix]} for is_matrix in (True, False)]
     common: dict = COMMON | {"bucket_cap_mb": 16.0}
-    optimizer = onebit.OnebitAdam(
-        groups,
-        lr=0.01,
-        freeze_step=FREEZE,
-        transport=here.transport,
-        model_parallel_group=here.model_parallel_group,
-        **common,
-    )
+    mine = {"transport": here.transport, "model_parallel_group": here.model_parallel_group}
+    optimizer = onebit.OnebitAdam(groups, lr=0.01, freeze_step=FREEZE, **mine, **common)
     early = []
     for step in range(3):
         optimizer.zero_grad()
@@ -528,9 +477,7 @@ def low_precision_has_float32_masters(here: Grid) -> dict[str, object]:
     replica = here.coordinates["replica"]
     for stage in fsdp.STAGES:
         net, plain = sharded(here, aligned_net(), stage, dtype=torch.bfloat16), aligned_net().bfloat16()
-        optimizer = make(
-            "OnebitAdam", net, here.transport, model_parallel_group=here.model_parallel_group, overlap=False
-        )
+        optimizer = make_here(here, "OnebitAdam", net, overlap=False)
         backward(here, net, 0, stage)
         mean = [torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters()]
         for source in range(replica * S, (replica + 1) * S):
