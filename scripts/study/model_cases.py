@@ -65,7 +65,7 @@ def _noise(*shape: int) -> Tensor:
     return torch.randn(ROWS, *shape, generator=torch.Generator().manual_seed(2))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """A configuration of transformers and a batch.
 

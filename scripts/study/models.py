@@ -32,7 +32,7 @@ from functools import cache
 from itertools import cycle
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch._dynamo  # in the process that forks instead of in each rank
@@ -47,7 +47,7 @@ from torch import Tensor
 
 from onebit import zero
 from onebit.zero import grid as grids
-from study.model_cases import MODELS, ROWS, Batch
+from study.model_cases import MODELS, ROWS, Batch, Model
 
 MICRO_BATCHES = 2
 WARMUP, AFTER = 3, 3  # steps
@@ -95,14 +95,18 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Case:
+    """By name. Steps are those of a warm-up, then others in one bit."""
+
     model: str
     layout: str
     optimizer: str
-    dtype: str
+    dtype: str = "float32"
+    warmup: ClassVar[int] = WARMUP
+    after: ClassVar[int] = AFTER
 
     @property
     def config(self) -> dict[str, Any]:
-        params = RATES | ({"freeze_step": WARMUP} if self.optimizer == "OneBitAdam" else {})
+        params = RATES | ({"freeze_step": self.warmup} if self.optimizer == "OneBitAdam" else {})
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": self.rows,
             "gradient_accumulation_steps": MICRO_BATCHES,
@@ -115,6 +119,10 @@ class Case:
         if self.optimizer == "OneBitAdam":
             config["onebit"] = {"compression": "always"} | config.get("onebit", {})
         return config
+
+    @property
+    def its(self) -> Model:
+        return MODELS[self.model]
 
     @property
     def on(self) -> Layout:
@@ -137,7 +145,10 @@ CASES = tuple(
 
 @dataclass
 class Found:
-    """What a rank found, by the names of weights. weights, exported: digests; deviations: from those of one process."""
+    """What a rank found, by the names of weights. weights, exported: digests; deviations: from those of one process.
+
+    alone: that process's losses.
+    """
 
     losses: list[float] = field(default_factory=list)
     deviations: dict[str, float] = field(default_factory=dict)
@@ -147,6 +158,7 @@ class Found:
     lost: list[str] = field(default_factory=list)
     error: str = ""
     is_refused: bool = False  # by initialize(), before anything was trained
+    alone: list[float] = field(default_factory=list)
 
 
 # -------------------------------------------------------------------------------- on a rank
@@ -157,11 +169,11 @@ def _rank(rank: int, port: int, folder: Path, cases: Sequence[Case], answers: Co
     ranks = str(cases[0].on.ranks)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    known: dict[tuple[tuple[str, int], ...], grids.Grid] = {}
+    known = Grids()
     for number, case in enumerate(cases):
         found = Found()
         try:
-            _run(case, known, folder / str(number), found)
+            run(case, known, folder / str(number), found)
         except Exception as error:
             found.error = f"{type(error).__name__}: {error}"
             found.is_refused = found.is_refused and isinstance(error, ValueError | TypeError)
@@ -173,39 +185,47 @@ def _rank(rank: int, port: int, folder: Path, cases: Sequence[Case], answers: Co
     os._exit(0)  # without taking apart what was imported before the fork
 
 
-def _run(case: Case, known: dict[tuple[tuple[str, int], ...], grids.Grid], folder: Path, found: Found) -> None:
-    if (sizes := tuple(case.on.sizes.items())) not in known:
-        known[sizes] = grids.start(timeout_s=TIMEOUT_S / 2, **({"shard": 1} | dict(sizes)))
-    found.is_refused = True
-    engine, again = (
-        zero.initialize(model=MODELS[case.model].build(), config=case.config, grid=known[sizes])[0] for _ in range(2)
-    )
+class Grids(dict[tuple[tuple[str, int], ...], grids.Grid]):
+    """Those that have been started, by the sizes of a layout."""
+
+    def of(self, layout: Layout) -> grids.Grid:
+        if (sizes := tuple(layout.sizes.items())) not in self:
+            self[sizes] = grids.start(timeout_s=TIMEOUT_S / 2, **({"shard": 1} | dict(sizes)))
+        return self[sizes]
+
+
+def run(case: Case, known: Grids, folder: Path, found: Found) -> zero.DeepSpeedEngine:
+    """Train, resume and export a case; the engine that has done it. All ranks."""
+    grid, found.is_refused = known.of(case.on), True
+    engine, again = (zero.initialize(model=case.its.build(), config=case.config, grid=grid)[0] for _ in range(2))
     found.is_refused = False
-    steps = WARMUP + (AFTER if case.optimizer == "OneBitAdam" else 0)
-    for step in range(steps):
-        if step == steps - 1:
+    steps = case.warmup + (case.after if case.optimizer == "OneBitAdam" else 0)
+    for number in range(steps):
+        if number == steps - 1:
             engine.save_checkpoint(folder / "checkpoints")
-        found.losses.append(_step(case, engine))
-        if step == WARMUP - 1 and case.dtype == "float32":
-            found.deviations = _deviations(engine.module_state_dict(), alone(case.model, case.rows))
+        found.losses.append(step(case, engine))
+        if number == case.warmup - 1 and case.dtype == "float32":
+            found.alone, expected = alone(case.its, case.rows, case.warmup)
+            found.deviations = deviations(engine.module_state_dict(), expected)
     again.load_checkpoint(folder / "checkpoints")
-    resumed = _step(case, again)
+    resumed = step(case, again)
     engine.save_16bit_model(folder)
     weights = engine.module_state_dict()
     found.weights = _digests(weights, case.dtype)
     found.resumes = resumed == found.losses[-1] and _digests(again.module_state_dict(), case.dtype) == found.weights
     if engine.grid.world.rank == 0:
-        plain: Any = MODELS[case.model].build()
+        plain: Any = case.its.build()
         plain.config.save_pretrained(folder)
         read, about = type(plain).from_pretrained(folder, dtype=DTYPES[case.dtype], output_loading_info=True)
         found.lost = sorted(f"{name} ({kind})" for kind, names in about.items() for name in names)
         found.exported = _digests(read.state_dict(), case.dtype)
+    return engine
 
 
-def _step(case: Case, engine: zero.DeepSpeedEngine) -> float:
+def step(case: Case, engine: zero.DeepSpeedEngine) -> float:
     """One step; this rank's mean loss."""
     place, count = engine.grid.data
-    micros = [_rows(case.model, (micro * count + place) * case.rows, case.rows) for micro in range(MICRO_BATCHES)]
+    micros = [_rows(case.its, (micro * count + place) * case.rows, case.rows) for micro in range(MICRO_BATCHES)]
     if engine.is_pipe_parallel:
         return float(engine.train_batch(iter(micros)))
     total = 0.0
@@ -217,24 +237,27 @@ def _step(case: Case, engine: zero.DeepSpeedEngine) -> float:
     return total
 
 
-def _rows(model: str, first: int, count: int) -> Batch:
-    return {name: x[first : first + count] if x.dim() else x for name, x in MODELS[model].batch().items()}
+def _rows(model: Model, first: int, count: int) -> Batch:
+    return {name: x[first : first + count] if x.dim() else x for name, x in model.batch().items()}
 
 
 @cache
-def alone(name: str, rows: int) -> Mapping[str, Tensor]:
-    """Weights after the warm-up's steps by torch's AdamW in one process; the loss is the mean over groups of rows."""
-    model = MODELS[name].build().train()
+def alone(its: Model, rows: int, steps: int) -> tuple[list[float], Mapping[str, Tensor]]:
+    """Losses and weights of steps by torch's AdamW in one process; the loss is the mean over groups of rows."""
+    model, losses = its.build().train(), []
     optimizer = torch.optim.AdamW(model.parameters(), **RATES)
-    for _ in range(WARMUP):
+    for _ in range(steps):
+        losses.append(0.0)
         for first in range(0, ROWS, rows):
-            (model(**_rows(name, first, rows)).loss * rows / ROWS).backward()
+            loss = model(**_rows(its, first, rows)).loss * rows / ROWS
+            loss.backward()
+            losses[-1] += float(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-    return model.state_dict()
+    return losses, model.state_dict()
 
 
-def _deviations(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+def deviations(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
     """Of each weight, in units of its largest element."""
     least = torch.finfo(torch.float32).tiny  # BART has a buffer of zeros
     floats = {name: expected[name] for name, x in weights.items() if x.is_floating_point()}
@@ -257,7 +280,7 @@ def verdict(case: Case, ranks: Sequence[Found | None]) -> str:
     if errors:
         first = next((rank for rank in errors if "PeerError" not in rank.error), errors[0])
         is_refused = all(rank.is_refused for rank in errors) and len(errors) == case.on.ranks
-        model = MODELS[case.model].kind + MODELS[case.model].task
+        model = case.its.kind + case.its.task
         return f"{'refused' if is_refused else 'fails'}: {one_line(first.error.replace(model, 'MODEL'))}"
     if len(found) < case.on.ranks:
         return "fails: a rank was lost"
