@@ -23,7 +23,7 @@ from onebit.arithmetic.schedule import long_warmup
 from onebit.comm import IdentityCodec, Int8Codec, Log4Codec, SimTransport, run_ranks
 from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb, ShardedZeroOneAdam
 from study.catalog import load_task
-from study.tasks import Batch, Task
+from study.tasks import Task, joined
 
 WEIGHT_DECAY = 0.01
 _POINTS = 20  # of a curve
@@ -323,24 +323,18 @@ def _train(job: Job, task: Task, transport: SimTransport | None) -> list[Point]:
         )
         curve.append(Point(step, loss if math.isfinite(loss) else math.inf, sent))
 
+    ranks = range(job.ranks) if transport is None else [transport.rank]
+    first = job.ranks if METHODS[job.method].other_batches else 0
+
     def loss_of(step: int) -> Tensor:
-        return task.loss(model, _batch(job, task, step, transport))
+        return task.loss(model, joined(task, job.seed, step, [first + rank for rank in ranks], job.batch_size))
 
     for step, _ in train_steps(optimizer, job.steps, loss_of, job.lr):
         if is_first and step + 1 in validated:
             validate(step + 1)
-    if hasattr(optimizer, "sync"):  # only here: in between it would change the run
-        optimizer.sync()
     if is_first:
         validate(job.steps)
     return curve
-
-
-def _batch(job: Job, task: Task, step: int, transport: SimTransport | None) -> Batch:
-    ranks = range(job.ranks) if transport is None else [transport.rank]
-    first = job.ranks if METHODS[job.method].other_batches else 0
-    batches = [task.batch(job.seed, step, first + rank, job.batch_size) for rank in ranks]
-    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
 
 def _dense_bits(ranks: int) -> float:

@@ -8,7 +8,7 @@ Shape legend: B rows of a batch, T bytes of each, D features, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from hashlib import sha256
 from typing import Protocol
@@ -40,6 +40,12 @@ class Task(Protocol):
 
     def evaluate(self, model: nn.Module) -> float:
         """The mean loss over a fixed set of held-out data."""
+
+
+def joined(task: Task, seed: int, step: int, ranks: Iterable[int], size: int) -> Batch:
+    """The rows of several ranks."""
+    batches = [task.batch(seed, step, rank, size) for rank in ranks]
+    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
 
 class ByteLM:

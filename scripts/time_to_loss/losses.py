@@ -24,7 +24,7 @@ import torch
 from provenance import refuse_dirty_tree, revision
 from reports import add_missing, append, read_lines
 from study.catalog import load_task
-from study.tasks import Task
+from study.tasks import Task, joined
 from torch import Tensor
 from train.schedule import train_steps
 
@@ -85,15 +85,12 @@ def _train(run: Run, task: Task, transport: Transport | None) -> tuple[float, di
     workers = together if transport is None else [transport.rank]
 
     def loss_of(step: int) -> Tensor:
-        parts = [task.batch(run.seed, step, worker, run.rows) for worker in workers]
-        batch = tuple(torch.cat(column).to(device) for column in zip(*parts, strict=True))
+        batch = tuple(column.to(device) for column in joined(task, run.seed, step, workers, run.rows))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             return task.loss(model, batch)
 
     for _ in train_steps(optimizer, run.steps, loss_of, run.lr, part=20):
         phases[phase_of(optimizer)] += 1
-    if hasattr(optimizer, "sync"):
-        optimizer.sync()
     found = task.evaluate(model) if transport is None or transport.rank == 0 else 0.0
     numel = sum(p.numel() for p in model.parameters())
     bits = 0.0 if counter is None else 8 * (counter.sent_bytes - sent) / numel

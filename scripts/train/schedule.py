@@ -22,7 +22,7 @@ def lr_fraction(step: int, steps: int, warmup: int) -> float:
 def train_steps(
     optimizer: Any, steps: int, loss_of: Callable[[int], Tensor], lr: float, part: int = 10
 ) -> Iterator[tuple[int, Tensor]]:
-    """Take steps; yields each that was taken, from 0, with its loss.
+    """Take steps; yields each that was taken, from 0, with its loss. Replicas that differ meet after the last one.
 
     loss_of(step): computes it. lr: the peak of all groups' rates. part: they rise over the first 1/part of the steps.
     """
@@ -34,3 +34,5 @@ def train_steps(
         optimizer.step()
         optimizer.zero_grad()
         yield step, loss.detach()
+    if hasattr(optimizer, "sync"):  # not before: it would change the run
+        optimizer.sync()

@@ -22,7 +22,7 @@ from study.figure import COLOURS, family, lines_of, saving
 from study.main import read_results
 from study.report import best_lr, gap_with_interval, report, runs_by_lr, verdict
 from study.run import Job, Point, Result, run_job
-from study.tasks import MASK, Task
+from study.tasks import MASK, Task, joined
 
 JOB = Job(task="digits", method="onebit-adam", lr=4e-3, seed=1, steps=6, ranks=2, batch_size=4)
 
@@ -147,13 +147,17 @@ def test_last_round_of_local_steps_is_counted_and_changes_nothing_before(monkeyp
     assert last.bits > local.bits == synced[-1].bits and last.loss != local.loss
 
 
-def test_a_method_against_itself_reads_the_batches_of_further_ranks() -> None:
-    job = replace(JOB, method="adamw, other batches")
+def test_a_method_against_itself_reads_the_batches_of_further_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, asked = replace(JOB, method="adamw, other batches"), list[tuple[int, ...]]()
     task = load_task(job.task)
-    read = study_run._batch(job, task, 3, None)
     expected = [task.batch(job.seed, 3, rank, job.batch_size) for rank in (2, 3)]
+    read = joined(task, job.seed, 3, (2, 3), job.batch_size)
     assert all(torch.equal(part, torch.cat(parts)) for part, *parts in zip(read, *expected, strict=True))
-    assert run_job(job).loss != run_job(replace(job, method="adamw")).loss
+    own = run_job(replace(job, method="adamw"))
+    batch = task.batch
+    monkeypatch.setattr(task, "batch", lambda *of: asked.append(of) or batch(*of))
+    assert run_job(job).loss != own.loss
+    assert asked == [(job.seed, step, rank, job.batch_size) for step in range(job.steps) for rank in (2, 3)]
 
 
 def test_dense_traffic_is_that_of_a_ring() -> None:
