@@ -46,107 +46,51 @@ KERNELS = tuple(name for name, backend in kernels.BACKENDS.items() if backend.SE
 SECTIONS = {
     section.name: section
     for section in (
-        Section(
-            "kernels",
-            "Kernels, bit for bit",
-            "Every kernel for CUDA tensors, and the reference there, against the reference on the host: every frame, "
-            "the fused steps.",
-            checks=kernel_checks,
-        ),
-        Section(
-            "optimizers",
-            "Optimizers",
-            "In float32 and bfloat16 on simulated ranks: against the same run with the reference kernel, and "
-            "between the ranks. Bit for bit.",
-            checks=optimizer_checks,
-        ),
-        Section(
-            "speed",
-            "Speed",
-            "Repetitions of operation and copy in turn, timed with events on the device; median (quartiles). "
-            "GB/s counts the floats and frames a call must move; the copy moves 8 bytes per element. The target "
-            f'is {TARGET} of the copy; "(below)": missed.',
-            table=speed_table,
-        ),
-        Section(
-            "model",
-            "A whole model",
-            "One rank: `encode_momentum` over all parameters, then `apply` from its frame. The reference is the "
-            "same in torch, operation by operation.",
-            table=model_table,
-        ),
-        Section(
-            "steps",
-            "Whole steps",
-            "The model of the section above, on rank 0 of two whose traffic is a copy within the device: what an "
-            "optimizer costs beside torch's AdamW. Median (quartiles).",
-            table=steps_table,
-        ),
-        Section(
-            "waits",
-            "Waiting",
-            "Calls in which the host waits for the device, in `step()`, of one rank in the compressed phase; 5 "
-            "steps of a profile.",
-            table=waits_table,
-        ),
-        Section(
-            "forms",
-            "Other optimizers and forms",
-            "Three simulated ranks: the ranks' bits, and the loss beside the host's.",
-            checks=form_checks,
-        ),
-        Section(
-            "members",
-            "Members that come and go",
-            "Of three simulated members one is lost in a step as another comes: the members' bits.",
-            checks=member_checks,
-        ),
-        Section(
-            "transports",
-            "Transports",
-            "Two processes on one GPU end in the bits of two simulated ranks.",
-            checks=transport_checks,
-        ),
-        Section(
-            "engine",
-            "The engine",
-            "Two replicas of two ranks, all on one GPU, over NCCL: the ranks' bits, and the loss beside the host's.",
-            checks=engine_checks,
-        ),
-        Section(
-            "attention",
-            "Sparse attention",
-            "Against dense attention in float64; on the host flex has no backward pass.",
-            checks=attention_checks,
-        ),
-        Section(
-            "attention_speed",
-            "Sparse attention in time",
-            "One sequence, 8 heads of 64, bfloat16, forward and backward; dense is scaled_dot_product_attention, "
-            "causal, which torch runs by FlashAttention. The layouts are those of `python scripts/bench.py "
-            "sparse_attention`; on the host flex is left out.",
-            table=attention_table,
-        ),
-        Section(
-            "sequence",
-            "Split sequences",
-            "Simulated ranks, on one level and two, against dense attention in float64: output and gradients.",
-            checks=sequence_checks,
-        ),
-        Section(
-            "offload",
-            "Offload",
-            'Modes and stores against mode "state" in host memory, bit for bit.',
-            checks=offload_checks,
-        ),
-        Section(
-            "inference",
-            "Inference",
-            "Logits beside the host's in float32; greedy tokens of rows alone and in a batch.",
-            checks=inference_checks,
-        ),
+        Section("kernels", "Kernels, bit for bit",
+                "Every kernel for CUDA tensors, and the reference there, against the reference on the host: every "
+                "frame, the fused steps.", checks=kernel_checks),
+        Section("optimizers", "Optimizers",
+                "In float32 and bfloat16 on simulated ranks: against the same run with the reference kernel, and "
+                "between the ranks. Bit for bit.", checks=optimizer_checks),
+        Section("speed", "Speed",
+                'Repetitions of operation and copy in turn, timed with events on the device; median (quartiles). GB/s '
+                'counts the floats and frames a call must move; the copy moves 8 bytes per element. The target is '
+                f'{TARGET} of the copy; "(below)": missed.', table=speed_table),
+        Section("model", "A whole model",
+                "One rank: `encode_momentum` over all parameters, then `apply` from its frame. The reference is the "
+                "same in torch, operation by operation.", table=model_table),
+        Section("steps", "Whole steps",
+                "The model of the section above, on rank 0 of two whose traffic is a copy within the device: what an "
+                "optimizer costs beside torch's AdamW. Median (quartiles).", table=steps_table),
+        Section("waits", "Waiting",
+                "Calls in which the host waits for the device, in `step()`, of one rank in the compressed phase; 5 "
+                "steps of a profile.", table=waits_table),
+        Section("forms", "Other optimizers and forms",
+                "Three simulated ranks: the ranks' bits, and the loss beside the host's.", checks=form_checks),
+        Section("members", "Members that come and go",
+                "Of three simulated members one is lost in a step as another comes: the members' bits.",
+                checks=member_checks),
+        Section("transports", "Transports",
+                "Two processes on one GPU end in the bits of two simulated ranks.", checks=transport_checks),
+        Section("engine", "The engine",
+                "Two replicas of two ranks, all on one GPU, over NCCL: the ranks' bits, and the loss beside the "
+                "host's.", checks=engine_checks),
+        Section("attention", "Sparse attention",
+                "Against dense attention in float64; on the host flex has no backward pass.", checks=attention_checks),
+        Section("attention_speed", "Sparse attention in time",
+                "One sequence, 8 heads of 64, bfloat16, forward and backward; dense is scaled_dot_product_attention, "
+                "causal, which torch runs by FlashAttention. The layouts are those of `python scripts/bench.py "
+                "sparse_attention`; on the host flex is left out.", table=attention_table),
+        Section("sequence", "Split sequences",
+                "Simulated ranks, on one level and two, against dense attention in float64: output and gradients.",
+                checks=sequence_checks),
+        Section("offload", "Offload",
+                'Modes and stores against mode "state" in host memory, bit for bit.', checks=offload_checks),
+        Section("inference", "Inference",
+                "Logits beside the host's in float32; greedy tokens of rows alone and in a batch.",
+                checks=inference_checks),
     )
-}
+}  # fmt: skip
 
 
 def device_name(device: torch.device) -> str:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
+from bench.host_time import ALWAYS, LOCAL, RANKS, WARM, Side
 from bench.silent import Silent
 from bench.timing import Timing
 from torch import Tensor, nn
@@ -21,18 +21,7 @@ from gpu_check.speed import transformer_shapes
 from onebit import LocalSteps, OnebitAdam, ZeroOneAdam
 from onebit.zero import ShardedOnebitAdam
 
-RANKS, WARM = 2, 2
-ALWAYS = {"compression": "always"}
-LOCAL = {"var_freeze_step": WARM, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 2**30}
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
-
-
-@dataclass(frozen=True)
-class Side:
-    """One row: an optimizer of parameters."""
-
-    name: str
-    make: Callable[[list[nn.Parameter]], Optimizer]
 
 
 def _ours(name: str, kind: Callable[..., Optimizer], **options: object) -> Side:
@@ -46,7 +35,7 @@ SIDES = (
     _ours("OnebitAdam", OnebitAdam, freeze_step=WARM, **ALWAYS),
     _ours("OnebitAdam, max_grad_norm", OnebitAdam, freeze_step=WARM, max_grad_norm=1.0, **ALWAYS),
     _ours("OnebitAdam, bucket_cap_mb=128", OnebitAdam, freeze_step=WARM, bucket_cap_mb=128, **ALWAYS),
-    _ours("ZeroOneAdam, a local step", ZeroOneAdam, **LOCAL, **ALWAYS),
+    _ours("ZeroOneAdam, a local step", ZeroOneAdam, **LOCAL),
     _ours("ShardedOnebitAdam, stage 1", ShardedOnebitAdam, warmup_steps=WARM),
     _ours("ShardedOnebitAdam, stage 1, overlap=False", ShardedOnebitAdam, warmup_steps=WARM, overlap=False),
     Side(
