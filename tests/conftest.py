@@ -167,6 +167,23 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
+@pytest.fixture(scope="session")
+def emulated_hosts() -> None:
+    """Of tests that lay hosts, which are skipped where there can be none."""
+    from onebit.cli.cluster import available
+
+    if reason := available():
+        pytest.skip(f"emulated hosts: {reason}")
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test starts with this Python are forks."""
+    from ranks import python_of_forks
+
+    monkeypatch.setattr(sys, "executable", str(python_of_forks()))
+
+
 @pytest.fixture(autouse=True)
 def _leaves_no_process_group(request: pytest.FixtureRequest) -> Iterator[None]:
     """A group of torch that a test leaves behind is found by the tests after it, as if a launcher had made it."""

@@ -95,13 +95,7 @@ def eventually(holds: Callable[[], object], within_s: float = 8.0) -> bool:
 
 
 @pytest.fixture(scope="module")
-def can_emulate() -> None:
-    if reason := available():
-        pytest.skip(f"emulated hosts: {reason}")
-
-
-@pytest.fixture(scope="module")
-def cluster(can_emulate: None) -> Iterator[Cluster]:
+def cluster(emulated_hosts: None) -> Iterator[Cluster]:
     with Cluster(hosts=3, rate="100mbit") as three_hosts:
         yield three_hosts
 
@@ -147,7 +141,7 @@ def test_plain_launcher_starts_every_rank_in_its_own_host(cluster: Cluster, capf
 @pytest.mark.net
 @pytest.mark.parametrize(("launcher", "program", "needs"), [("torchrun", GLOO, "torch"), ("mpirun", MPI, "mpi4py")])
 def test_launcher_meets_across_the_wire(
-    can_emulate: None, tmp_path: Path, launcher: str, program: str, needs: str
+    emulated_hosts: None, tmp_path: Path, launcher: str, program: str, needs: str
 ) -> None:
     pytest.importorskip(needs)
     stats = tmp_path / "stats.json"
@@ -238,7 +232,7 @@ def visible_state() -> tuple[set[str], set[str], set[str]]:
 
 @pytest.mark.net
 @pytest.mark.parametrize("ending", [None, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_nothing_is_left(can_emulate: None, tmp_path: Path, ending: signal.Signals | None) -> None:
+def test_nothing_is_left(emulated_hosts: None, tmp_path: Path, ending: signal.Signals | None) -> None:
     before = visible_state()
     marker = f"{3 if ending is None else 600}.{uuid.uuid4().int % 10**9:09d}"
     words = ("emulate", "--hosts", "2", "--launcher", "none", "--", "sleep", marker)
@@ -276,7 +270,7 @@ def processes_of_keeper(script: int) -> set[str]:
 
 
 @pytest.mark.net
-def test_check_says_yes(can_emulate: None) -> None:
+def test_check_says_yes(emulated_hosts: None) -> None:
     assert run_script("--check").returncode == 0
 
 

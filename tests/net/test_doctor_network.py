@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from ranks import python_of_forks
 
-from onebit.cli.cluster import available
-
 TIMEOUT_S = 110.0
 
 
@@ -18,9 +16,8 @@ TIMEOUT_S = 110.0
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+@pytest.mark.usefixtures("emulated_hosts")
 def test_the_doctor_finds_the_link_and_what_pays(tmp_path: Path, launcher: str) -> None:
-    if reason := available():
-        pytest.skip(f"emulated hosts: {reason}")
     file = tmp_path / "doctor.json"
     doctor = ["doctor", "--params", "1m", "--compute", "0.05", "--methods", "onebitadam", "--json", str(file)]
     emulate = ["emulate", "--hosts", "2", "--rate", "50mbit", "--launcher", launcher, "--timeout", "100", "--"]

@@ -24,20 +24,7 @@ from hypothesis import strategies as st
 from provenance import revision
 from ranks import python_of_forks
 
-from onebit.cli.cluster import available
 from onebit.host import native
-
-
-@pytest.fixture
-def forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What benchmarks start are forks."""
-    monkeypatch.setattr(sys, "executable", str(python_of_forks()))
-
-
-@pytest.fixture
-def emulated_hosts(forks: None) -> None:
-    if reason := available():
-        pytest.skip(f"no emulated hosts here: {reason}")
 
 
 def rows_in(text: str) -> list[list[str]]:
@@ -123,7 +110,7 @@ def test_shortest_form_writes_its_record(name: str, tmp_path: Path) -> None:
 @pytest.mark.net
 @pytest.mark.thorough
 @pytest.mark.timeout(120)
-@pytest.mark.usefixtures("emulated_hosts")
+@pytest.mark.usefixtures("emulated_hosts", "forks")
 @pytest.mark.parametrize("name", ON_HOSTS)
 def test_shortest_form_on_hosts_writes_its_record(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_unlike, "WAYS", bench_unlike.WAYS[::2])  # one of each kind: each starts hosts anew
@@ -149,7 +136,8 @@ def test_host_adam_has_a_row_for_every_side_and_thread_count(tmp_path: Path) -> 
 
 @pytest.mark.net
 @pytest.mark.timeout(120)
-def test_local_rounds_count_what_the_network_card_has_sent(emulated_hosts: None) -> None:
+@pytest.mark.usefixtures("emulated_hosts", "forks")
+def test_local_rounds_count_what_the_network_card_has_sent() -> None:
     """On so slow a network three rounds come after 4 steps each, others after some 64 more, and the last at the end.
 
     64 is the most. Steps that take long on a busy machine make it less.
@@ -204,7 +192,7 @@ def attention_rows(tmp_path: Path, *flags: str) -> list[list[str]]:
 
 @pytest.mark.net
 @pytest.mark.timeout(120)
-@pytest.mark.usefixtures("emulated_hosts")
+@pytest.mark.usefixtures("emulated_hosts", "forks")
 def test_attention_over_pieces_sends_what_the_formula_says(tmp_path: Path) -> None:
     """At the network card, within 5 %; and no side sends without a network."""
     rows = attention_rows(tmp_path, "--lengths", "1026", "--hosts", "3", "--repeats", "2")
@@ -218,7 +206,7 @@ def test_attention_over_pieces_sends_what_the_formula_says(tmp_path: Path) -> No
 @pytest.mark.net
 @pytest.mark.thorough
 @pytest.mark.timeout(120)
-@pytest.mark.usefixtures("emulated_hosts")
+@pytest.mark.usefixtures("emulated_hosts", "forks")
 def test_windows_send_as_much_at_any_length_and_two_levels_less(tmp_path: Path) -> None:
     """By the cards of two hosts with two ranks each, within 5 % of the formula."""
     sides = ["--sides", "ring", "window", "two levels"]

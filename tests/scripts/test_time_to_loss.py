@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy
 import pytest
 import torch
 from bench.peer_deepspeed import ROOT, python, why_not_prepared
-from ranks import python_of_forks
 from study.catalog import load_task
 from study.tasks import LargeLM
 from time_to_loss import forecasts, losses, report
@@ -24,7 +22,6 @@ from time_to_loss.peers import DeMo, LowRank
 from time_to_loss.seconds import Timed, read
 from time_to_loss.ways import WAYS
 
-from onebit.cli.cluster import available
 from onebit.comm import SimTransport, run_ranks
 
 DEEPSPEED_S = 300.0  # importing DeepSpeed takes 6 s of a processor, and minutes of a busy machine
@@ -222,10 +219,8 @@ def test_every_way_trains_and_what_was_run_is_not_run_again(
 
 @pytest.mark.net
 @pytest.mark.thorough
-def test_steps_are_timed_on_emulated_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if reason := available():
-        pytest.skip(f"emulated hosts: {reason}")
-    monkeypatch.setattr(sys, "executable", str(python_of_forks()))
+@pytest.mark.usefixtures("emulated_hosts", "forks")
+def test_steps_are_timed_on_emulated_hosts(tmp_path: Path) -> None:
     ways = ["DDP float32", "OnebitAdam, delay 1", "ZeroOneAdam, H = 8", "local steps in one bit, H = 32, a tenth at 4"]
     small = ["--rates", "100mbit", "--hosts", "2", "--params", "1e5", "--compute", "0.01", "--budget", "1"]
     record = tmp_path / "s.md"
@@ -246,10 +241,8 @@ def test_steps_are_timed_on_emulated_hosts(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.net
 @pytest.mark.thorough
-def test_forecasts_stand_beside_what_steps_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if reason := available():
-        pytest.skip(f"emulated hosts: {reason}")
-    monkeypatch.setattr(sys, "executable", str(python_of_forks()))
+@pytest.mark.usefixtures("emulated_hosts", "forks")
+def test_forecasts_stand_beside_what_steps_take(tmp_path: Path) -> None:
     small = ["--params", "1e6", "--compute", "0.01", "--hosts", "2", "--rates", "1gbit", "--budget", "0.2"]
     forecasts.main([*small, "--folder", str(tmp_path), "--record", str(tmp_path / "record.md")])
     text = (tmp_path / "record.md").read_text()

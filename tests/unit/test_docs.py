@@ -30,7 +30,6 @@ from ranks import free_port, python_of_forks
 
 import onebit
 from onebit.cli import main
-from onebit.cli.cluster import available
 from onebit.comm import Transport
 from onebit.step.stats import Stats
 from onebit.zero.config.local_steps import LocalRounds
@@ -167,9 +166,8 @@ def test_the_readmes_engine_prints_what_it_says(tmp_path: Path) -> None:
 
 @pytest.mark.net
 @pytest.mark.thorough
+@pytest.mark.usefixtures("emulated_hosts")
 def test_the_readmes_loop_shows_on_a_slow_network_what_it_says(tmp_path: Path) -> None:
-    if reason := available():
-        pytest.skip(f"emulated hosts: {reason}")
     (tmp_path / "loop.py").write_text(SAMPLES["loop.py"])
     run = subprocess.run(
         [python_of_forks(), "-m", "onebit", "emulate", "--hosts", "4", "--rate", "100mbit", "--", "python", "loop.py"],
