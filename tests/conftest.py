@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+gc.disable()  # until all is collected: what modules import stays, and looking through it took 5 s of CPU a process
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS / "support"))
 torch.set_num_threads(1)
@@ -99,6 +100,7 @@ def pytest_collection_finish() -> None:
     """Tests that collect garbage look at what they made, not at torch and all of its modules: 0.2 s each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @contextmanager
