@@ -17,7 +17,7 @@ from onebit.comm import init
 from onebit.zero import grid as grids
 from onebit.zero.sparse_attention import replace_attention
 
-STEPS, RESUMED, ROWS, LENGTH = 3, 2, 8, 21
+STEPS, RESUMED, ROWS, LENGTH = 2, 1, 8, 21
 DENSE = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4}}
 ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 1e-3, "eps": 1e-4, "freeze_step": 99}}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {

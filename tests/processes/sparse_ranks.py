@@ -17,7 +17,7 @@ from onebit.zero.sparse_attention import SparseSelfAttention
 
 SIZE = ModelSize(layers=2, width=32, heads=4, context=32)
 SPARSE = {"mode": "bigbird", "block": 4, "num_sliding_window_blocks": 1, "different_layout_per_head": True, "seed": 3}
-STEPS, SEQUENCES, RATE = 3, 4, 1e-2
+STEPS, SEQUENCES, RATE = 2, 4, 1e-2
 # Stage, and ranks on each axis; of four.
 LAYOUTS = {
     "stage 0, replicas": (0, {"shard": 1}),

@@ -20,7 +20,7 @@ from onebit.zero.config.optimizers import build_optimizer
 
 # Blocks of 64 are the same sets of elements, cut or not: half a row of any matrix is whole blocks.
 SIZE = ModelSize(layers=1, width=128, heads=4, context=16)
-FREEZE, STEPS, BATCH = 2, 5, 2
+FREEZE, STEPS, BATCH = 2, 4, 2
 SEEN = (FREEZE - 1, FREEZE)  # the last step with gradients, the first in one bit; and the end, synchronised
 
 OPTIMIZERS: dict[str, tuple[str, dict]] = {

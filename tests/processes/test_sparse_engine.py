@@ -39,7 +39,7 @@ def losses_of_one_process() -> list[float]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_of_ranks_trains_as_one_process_does(layout: str) -> None:
-    """float32: sums in another order, through 3 steps. The heads' layouts differ, so a slice needs its own."""
+    """float32: sums in another order, through 2 steps. The heads' layouts differ, so a slice needs its own."""
     for found in results():
         losses, _ = found[layout]
         assert losses == pytest.approx(losses_of_one_process(), abs=2e-5)
