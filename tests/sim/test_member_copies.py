@@ -15,7 +15,7 @@ from faults.member_runs import Hub, Killed, Run
 from hypothesis import given
 from hypothesis import strategies as st
 from test_member_nodes import INF, KINDS, LAYOUTS, check, run_of
-from test_membership import Make, adam, delayed, local, net, parameters_of
+from test_membership import OPTIONS, Make, adam, delayed, lamb, local, muon, net, parameters_of
 from torch import Tensor, nn
 
 import onebit
@@ -41,18 +41,6 @@ def _newcomers_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bf16(model: nn.Module, members: Members) -> onebit.OnebitAdam:
     return adam(model.bfloat16(), members)
-
-
-OPTIONS: dict[str, Any] = {"lr": 1e-2, "compression": "always", "bucket_cap_mb": 0.001}
-
-
-def lamb(model: nn.Module, members: Members) -> onebit.OnebitLamb:
-    return onebit.OnebitLamb(model.parameters(), transport=members, freeze_step=4, **OPTIONS)
-
-
-def muon(model: nn.Module, members: Members) -> onebit.OnebitMuon:
-    groups = onebit.muon_groups(model, head=model[2])
-    return onebit.OnebitMuon(groups, transport=members, freeze_step=4, **OPTIONS)
 
 
 def zero_one(model: nn.Module, members: Members) -> onebit.ZeroOneAdam:
@@ -181,9 +169,9 @@ COPIED: dict[str, tuple[Make, float]] = {
     "adam": (adam, 0.12),
     "delayed": (delayed, 0.12),
     "bf16": (bf16, 0.12),
-    "lamb": (lamb, 0.12),
+    "lamb": (partial(lamb, freeze_step=4), 0.12),
     "zero_one": (zero_one, 0.12),
-    "muon": (muon, 0.4),
+    "muon": (partial(muon, freeze_step=4), 0.4),
     "local": (plain, 0.12),
     "local, AdamW": (local, 0.72),
     "local, momentum": (partial(local, outer_lr=0.7, outer_momentum=0.9, error_decay=0.9), 0.54),

@@ -50,6 +50,7 @@ from onebit.zero import ShardedOnebitAdam
 
 INF = float("inf")
 Make: TypeAlias = Callable[[nn.Module, Members], Any]
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "compression": "always", "bucket_cap_mb": 0.001}
 
 
 def net() -> nn.Module:
@@ -67,8 +68,7 @@ def await_newcomers(members: Members, hub: Hub, newcomers: int) -> None:
 
 
 def adam(model: nn.Module, members: Members, **options: Any) -> onebit.OnebitAdam:
-    common = {"lr": 1e-2, "compression": "always", "bucket_cap_mb": 0.001, "freeze_step": 4}
-    return onebit.OnebitAdam(model.parameters(), transport=members, **{**common, **options})
+    return onebit.OnebitAdam(model.parameters(), transport=members, **{**OPTIONS, "freeze_step": 4, **options})
 
 
 delayed = partial(adam, delay=1)
@@ -84,15 +84,13 @@ def measured(make: type) -> Make:
     return lambda model, members: make(model.parameters(), lr=1e-2, transport=members, bucket_cap_mb=0.001)
 
 
-def muon(model: nn.Module, members: Members) -> onebit.OnebitMuon:
+def muon(model: nn.Module, members: Members, **options: Any) -> onebit.OnebitMuon:
     groups = onebit.muon_groups(model, head=model[2])
-    return onebit.OnebitMuon(groups, lr=1e-2, transport=members, compression="always", bucket_cap_mb=0.001)
+    return onebit.OnebitMuon(groups, transport=members, **OPTIONS, **options)
 
 
-def lamb(model: nn.Module, members: Members) -> onebit.OnebitLamb:
-    return onebit.OnebitLamb(
-        model.parameters(), lr=1e-2, transport=members, compression="always", bucket_cap_mb=0.001, freeze_step=20
-    )
+def lamb(model: nn.Module, members: Members, freeze_step: int = 20) -> onebit.OnebitLamb:
+    return onebit.OnebitLamb(model.parameters(), transport=members, freeze_step=freeze_step, **OPTIONS)
 
 
 def local(model: nn.Module, members: Members, lr: float = 1e-2, **options: Any) -> onebit.LocalSteps:
@@ -480,36 +478,23 @@ def test_random_changes_leave_replicas_equal(seed: int) -> None:
     random_changes(seed, adam)
 
 
+OTHERS: dict[str, Make] = {
+    "muon": muon,
+    "lamb": lamb,
+    "measured": measured(onebit.OnebitAdam),
+    "measured 0/1": measured(onebit.ZeroOneAdam),
+    "local": local,
+    "local, momentum": partial(local, outer_lr=0.7, outer_momentum=0.9, error_decay=0.9, codec=IdentityCodec()),
+    "local, balanced": partial(local, balanced=True),
+    "local, fragments": partial(local, fragments=3),
+    "local, delayed": partial(local, fragments=3, delay=2, outer_momentum=0.5),
+    "averaged": averaged,
+    "delayed": delayed,
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "make",
-    [
-        muon,
-        lamb,
-        measured(onebit.OnebitAdam),
-        measured(onebit.ZeroOneAdam),
-        local,
-        partial(local, outer_lr=0.7, outer_momentum=0.9, error_decay=0.9, codec=IdentityCodec()),
-        partial(local, balanced=True),
-        partial(local, fragments=3),
-        partial(local, fragments=3, delay=2, outer_momentum=0.5),
-        averaged,
-        delayed,
-    ],
-    ids=[
-        "muon",
-        "lamb",
-        "measured",
-        "measured 0/1",
-        "local",
-        "local, momentum",
-        "local, balanced",
-        "local, fragments",
-        "local, delayed",
-        "averaged",
-        "delayed",
-    ],
-)
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
 def test_random_changes_of_other_optimizers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     measures_by_messages(monkeypatch)
     random_changes(0, make)
