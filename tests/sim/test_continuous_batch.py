@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from family import same
-from test_inference import OTHERS, SLOW, WINDOWS, gpt, model_of, needs_transformers, of_transformers, prompts
+from test_inference import OTHERS, SLOW, WINDOWS, gpt, model_of, of_models, of_transformers, prompts
 from torch import Tensor, nn
 
 from onebit.comm import PeerError, SimTransport
@@ -57,30 +57,44 @@ def test_each_is_answered_as_alone(kind: str, rows: int, chunk: int) -> None:
     assert {request.reason for request in requests} == {"length"} and not batch.running and not batch.waiting
 
 
-def answer_drawn(batch: ContinuousBatch, draw: random.Random, reference: InferenceEngine, count: int) -> list[Request]:
-    """`count` requests of a drawn schedule, compared with the reference's answers to each alone."""
+def draw_prompt(draw: random.Random, requests: list[tuple[Request, Tensor]]) -> list[int]:
+    """It may begin as an earlier one with its answer did."""
+    new, earlier = [draw.randrange(256) for _ in range(draw.randint(1, 20))], []
+    if requests and draw.random() < 0.5:
+        former, answer = draw.choice(requests)
+        earlier = [*former.prompt.tolist(), *answer.tolist()][: draw.randint(1, 20)]
+    return earlier + new
+
+
+def answer_drawn(
+    batch: ContinuousBatch,
+    draw: random.Random,
+    reference: InferenceEngine,
+    draw_inputs: Callable[[random.Random, list[tuple[Request, Tensor]]], list[int]] = draw_prompt,
+    words: int = 256,
+    ends: int = 40,
+) -> list[Request]:
+    """25 requests of a drawn schedule, compared with the reference's answers to each alone. ends: of so many words."""
     requests: list[tuple[Request, Tensor]] = []
-    while len(requests) < count or batch.running or batch.waiting:
-        if len(requests) < count and draw.random() < 0.4:
-            new, earlier = [draw.randrange(256) for _ in range(draw.randint(1, 20))], []
-            if requests and draw.random() < 0.5:
-                former, answer = draw.choice(requests)
-                earlier = [*former.prompt.tolist(), *answer.tolist()][: draw.randint(1, 20)]
-            prompt = torch.tensor(earlier + new)
+    memory = set[int]()
+    while len(requests) < 25 or batch.running or batch.waiting:
+        if len(requests) < 25 and draw.random() < 0.4:
+            inputs = torch.tensor(draw_inputs(draw, requests))
             how: dict = {"do_sample": True, "seed": draw.randrange(100), "top_k": 20} if draw.random() < 0.5 else {}
-            most, ends = draw.randint(1, 24), draw.sample(range(256), 40)
-            request = batch.add(prompt, max_new_tokens=most, eos_token_id=ends, **how)
-            alone = reference.generate([prompt], max_new_tokens=most, eos_token_id=ends, **how)[0]
-            requests.append((request, alone[len(prompt) :]))
+            how |= {"max_new_tokens": draw.randint(1, 24), "eos_token_id": draw.sample(range(words), ends)}
+            request = batch.add(inputs, **how)
+            alone = reference.generate([inputs], **how)[0]
+            requests.append((request, alone[len(request.prompt) :]))
         if requests and draw.random() < 0.1:
             batch.cancel(draw.choice(requests)[0])
         changed = batch.step()
         assert all(request.tokens or request.reason for request in changed)
         assert len(batch.running) <= batch.rows and all(request.reason is None for request in batch.running)
+        memory |= {batch.cache_bytes} - {0}
+    assert len(memory) == 1
     for request, alone in requests:
         assert request.tokens == alone.tolist()[: len(request.tokens)]
         assert request.reason == "cancelled" or len(request.tokens) == len(alone)
-    assert any(request.reused for request, _ in requests)
     return [request for request, _ in requests]
 
 
@@ -93,7 +107,8 @@ def test_any_schedule_of_arrivals_and_cancels(seed: int) -> None:
     engine = init_inference(gpt())
     computed, reference = count_tokens(engine), init_inference(gpt())
     batch = ContinuousBatch(engine, rows=draw.randint(1, 4), chunk=draw.randint(1, 20))
-    requests = answer_drawn(batch, draw, reference, 25)
+    requests = answer_drawn(batch, draw, reference)
+    assert any(request.reused for request in requests)
     assert {"length", "stop"} <= {request.reason for request in requests}
     assert sum(computed) == sum(request.filled - request.reused for request in requests)
     assert batch.cache_bytes == 2 * 2 * batch.rows * engine.slots * 64 * 4  # keys and values of two layers
@@ -208,8 +223,7 @@ def test_tensors_and_lists_of_the_caller_are_theirs() -> None:
 # ---------------------------------------------------------------- rules, ranks and failures
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 @pytest.mark.parametrize("kind", ["llama", *list(WINDOWS)[:1]])
 def test_options_are_of_each_request(kind: str) -> None:
     """Rules of transformers, with different ones side by side."""
@@ -254,8 +268,7 @@ def test_ranks_follow_rank_0(ranks: int) -> None:
     assert same(found[:3] + found[4:], alone[:3] + alone[4:]) and torch.equal(found[3], asked[3])
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 @pytest.mark.parametrize(("form", "ranks", "seeds"), [("tp", 1, 3), ("tp", 2, 1), ("pp", 2, 1), ("pp", 3, 1)])
 def test_rows_on_both_sides_of_a_border_are_each_as_alone(form: str, ranks: int, seeds: int) -> None:
     """LongRoPE turns all keys of rows of more than 12 tokens by other angles: drawn schedules of rows that stay below,
@@ -270,7 +283,8 @@ def test_rows_on_both_sides_of_a_border_are_each_as_alone(form: str, ranks: int,
         if transport.rank != 0:
             batch.follow()
             return []
-        requests = answer_drawn(batch, draw, reference, 25)
+        requests = answer_drawn(batch, draw, reference)
+        assert any(request.reused for request in requests)
         batch.close()
         return requests
 
@@ -278,8 +292,7 @@ def test_rows_on_both_sides_of_a_border_are_each_as_alone(form: str, ranks: int,
     assert any(len(request.prompt) <= 12 < request.filled for request in requests)
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 def test_beginnings_are_shared_on_one_side_of_a_border() -> None:
     """Keys that LongRoPE has turned by other angles are none of the prompt's."""
     engine, text = init_inference(of_transformers("phi3 of two lengths")), prompts(30)[0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from family import same
-from test_continuous_batch import answers, over_ranks
+from test_continuous_batch import answer_drawn, answers, over_ranks
 from test_encoder_decoders import OF_TEXT, model_of
 from torch import Tensor
 
@@ -20,7 +20,6 @@ from study.model_cases import SERVED
 from onebit.comm import SimTransport
 from onebit.comm.transports.simulated import run_ranks
 from onebit.zero import ContinuousBatch, InferenceEngine, init_inference
-from onebit.zero.inference.batch import Request
 
 pytestmark = pytest.mark.slow
 
@@ -87,28 +86,14 @@ def test_any_schedule_of_arrivals_and_cancels(kind: str, seed: int) -> None:
     stays as it is."""
     draw, engine = random.Random(seed), served(kind)
     batch = ContinuousBatch(engine, rows=draw.randint(2, 4), chunk=draw.randint(1, 20))
-    memory = batch.cache_bytes
-    requests: list[tuple[Request, Tensor]] = []
-    while len(requests) < 25 or batch.running or batch.waiting:
-        if len(requests) < 25 and draw.random() < 0.4:
-            x = torch.tensor([draw.randrange(3, 64) for _ in range(draw.randint(1, SLOTS))])
-            how: dict = {"do_sample": True, "seed": draw.randrange(100), "top_k": 20} if draw.random() < 0.5 else {}
-            most, ends = draw.randint(1, 24), draw.sample(range(64), 6)
-            request = batch.add(x, max_new_tokens=most, eos_token_id=ends, **how)
-            alone = engine.generate([x], max_new_tokens=most, eos_token_id=ends, **how)[0]
-            requests.append((request, alone[1:]))
-        if requests and draw.random() < 0.1:
-            batch.cancel(draw.choice(requests)[0])
-        changed = batch.step()
-        assert all(request.tokens or request.reason for request in changed)
-        assert len(batch.running) <= batch.rows and all(request.reason is None for request in batch.running)
-        assert batch.cache_bytes == memory
-    for request, alone in requests:
-        assert request.tokens == alone.tolist()[: len(request.tokens)]
-        assert request.reason == "cancelled" or len(request.tokens) == len(alone)
-    assert {"length", "stop", "cancelled"} <= {request.reason for request, _ in requests}
+
+    def draw_inputs(draw: random.Random, _: object) -> list[int]:
+        return [draw.randrange(3, 64) for _ in range(draw.randint(1, SLOTS))]
+
+    requests = answer_drawn(batch, draw, engine, draw_inputs, words=64, ends=6)
+    assert {"length", "stop", "cancelled"} <= {request.reason for request in requests}
     layers, heads = 2, 32  # keys and values of an answer's slots and of its inputs
-    assert memory == 2 * 2 * layers * batch.rows * SLOTS * heads * 4
+    assert batch.cache_bytes == 2 * 2 * layers * batch.rows * SLOTS * heads * 4
 
 
 @pytest.mark.parametrize("kind", OF_TEXT)

@@ -36,6 +36,11 @@ needs_transformers = pytest.mark.skipif(
 )
 
 
+def of_models(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test of transformers' models, which takes seconds."""
+    return pytest.mark.slow(needs_transformers(test))
+
+
 def gpt() -> GPT:
     return build_model(SIZE, seed=3)
 
@@ -192,8 +197,7 @@ def test_ranks_give_the_logits_and_tokens_of_one(kind: str) -> None:
         assert same(tokens, alone)
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 @pytest.mark.parametrize(("kind", "ranks"), [("llama", 4), ("phi3", 2), ("mixtral", 4)])
 def test_widths_that_ranks_do_not_divide(kind: str, ranks: int) -> None:
     """Of the head's outputs, between the two halves of an MLP, and in experts, of which some ranks have one more."""
@@ -315,8 +319,7 @@ def test_a_plan_of_a_model_without_tokens_is_looked_at_in_its_first_call(policy:
         torch.testing.assert_close(out, model(x).detach(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 def test_experts_are_in_int8_and_divided_over_ranks() -> None:
     model, (text,) = model_of("mixtral"), prompts(12)
     whole, expected = init_inference(model).held_bytes, logits_of(model, text[None])
@@ -334,8 +337,7 @@ def test_experts_are_in_int8_and_divided_over_ranks() -> None:
             assert torch.equal(tokens, answer) or dtype == "int8"
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 def test_experts_with_biases_and_interleaved_gates_are_divided() -> None:
     model, (text,) = model_of("gpt-oss"), prompts(12)
     expected = logits_of(model, text[None])
@@ -348,8 +350,7 @@ def test_experts_with_biases_and_interleaved_gates_are_divided() -> None:
         run_ranks(2, lambda t: init_inference(model, mp_size=2, injection_policy={"experts": "colwise"}, transport=t))
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 @pytest.mark.parametrize(("kind", "ranks"), [("mixtral", 2), ("qwen2_moe", 4), ("gpt-oss", 2)])
 def test_experts_are_divided_whole(kind: str, ranks: int) -> None:
     """With attention whole, by our name and by transformers' plan; and with attention divided as well.
@@ -389,8 +390,7 @@ def test_fewer_experts_than_ranks_are_refused() -> None:
         run_ranks(8, lambda t: init_inference(model, mp_size=8, injection_policy=policy, transport=t))
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 def test_a_plan_that_cuts_fused_matrices_apart_is_found_out() -> None:
     model, policy = model_of("gpt2"), {"h.*.attn.c_attn": "colwise", "h.*.attn.c_proj": "rowwise"}
     with pytest.raises(ValueError, match=r"off by .*packed_colwise"):
@@ -430,8 +430,7 @@ def test_a_batch_of_unequal_prompts_is_each_alone(kind: str) -> None:
     assert torch.equal(steps, torch.stack([row[-10:] for row in backwards], 1))
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 @pytest.mark.parametrize(
     ("keys", "backend"),
     [
@@ -468,8 +467,7 @@ def test_rows_have_the_angles_of_their_own_length(keys: dict, backend: str, monk
         assert same(list(of_padded), [row[-12:] for row in alone[1:5]])
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 def test_logits_beyond_the_border_of_longrope_need_the_whole_row() -> None:
     model, (text,) = of_transformers("phi3 of two lengths"), prompts(20)
     engine, whole = init_inference(model), logits_of(model, text[None])
@@ -544,8 +542,7 @@ def llama() -> nn.Module:
     return model
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 def test_generation_is_transformers_own(llama: nn.Module) -> None:
     """Greedy and drawn from the same seed, by options and by the model's generation_config, over ranks as well."""
     text = torch.stack(prompts(9, 9, 9))
@@ -563,8 +560,7 @@ def test_generation_is_transformers_own(llama: nn.Module) -> None:
     assert torch.equal(answers[0], theirs()) and torch.equal(answers[1], theirs())
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 def test_the_generation_config_is_followed(llama: nn.Module) -> None:
     llama.generation_config.update(repetition_penalty=1.8, bad_words_ids=[[5]])  # type: ignore[union-attr,operator]
     rows = prompts(9, 4)
@@ -572,8 +568,7 @@ def test_the_generation_config_is_followed(llama: nn.Module) -> None:
     assert same(init_inference(llama).generate(rows, max_new_tokens=14), expected)
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 def test_pads_without_a_mask_are_no_tokens(llama: nn.Module) -> None:
     text = torch.stack(prompts(9, 9, 9)).clamp(min=10)
     text[0, :4] = text[1, :1] = text[2, 3] = 0
@@ -589,8 +584,7 @@ def test_pads_without_a_mask_are_no_tokens(llama: nn.Module) -> None:
     refused(engine, "padded on the right", text, max_new_tokens=3)
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -626,8 +620,7 @@ def test_top_p_is_of_what_top_k_has_left() -> None:
     assert set(drawn.tolist()) == set(three.tolist())
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 @pytest.mark.parametrize("how", [{"top_k": 3}, {"top_p": 0.6}, {"temperature": 0.3, "top_k": 50, "top_p": 0.9}])
 def test_the_rules_are_transformers_processors(how: dict[str, float]) -> None:
     from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -640,8 +633,7 @@ def test_the_rules_are_transformers_processors(how: dict[str, float]) -> None:
     assert torch.equal(Sampling(do_sample=True, **how)(torch.empty(0), logits), expected)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 @pytest.mark.parametrize("how", [{"temperature": 0.7, "top_k": 0}, {"temperature": 1.6, "top_k": 30, "top_p": 0.9}])
 def test_drawn_tokens_have_the_distribution_of_transformers_processors(how: dict[str, float]) -> None:
     """Pearson's chi-square of 6000 draws: within 4 standard deviations, √(2·df), of its mean, the degrees of freedom.
@@ -882,8 +874,7 @@ def test_a_model_with_running_statistics_in_another_dtype(dtype: torch.dtype, na
     assert torch.equal(engine(x.to(dtype)), expected) and model[1].running_mean.dtype == torch.float32
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 def test_gpt2_in_bfloat16_is_gpt2() -> None:
     model, (text,) = of_transformers("gpt2"), prompts(20)
     engine = init_inference(model, dtype="bf16")
@@ -893,8 +884,7 @@ def test_gpt2_in_bfloat16_is_gpt2() -> None:
     assert engine.held_bytes == pytest.approx(init_inference(model).held_bytes / 2, rel=0.01)
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 def test_a_folder_of_transformers_is_a_model(tmp_path: Path) -> None:
     model = of_transformers("gpt2")
     model.save_pretrained(tmp_path)  # type: ignore[operator]
@@ -904,8 +894,7 @@ def test_a_folder_of_transformers_is_a_model(tmp_path: Path) -> None:
     assert tied.module.lm_head.matrix is tied.module.transformer.wte.matrix  # one matrix still
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 def test_ranks_of_one_process_load_a_folder_at_once(tmp_path: Path) -> None:
     """from_pretrained changes the classes of the process while it loads: models made afterwards tie their weights."""
     model = of_transformers("gpt2")
@@ -988,8 +977,7 @@ def test_requests_that_cannot_be_answered() -> None:
         engine.step(torch.zeros(1, 4, dtype=torch.int64), 30)
 
 
-@pytest.mark.slow
-@needs_transformers
+@of_models
 def test_models_that_do_not_decode() -> None:
 
     refused(
