@@ -144,41 +144,32 @@ class Run:
 
     def start(self, name: str, fuse: float = float("inf")) -> None:
         """fuse: how many operations the member lives."""
-
-        def live() -> None:
-            torch.set_num_threads(1)
-            members = self.hub.members(name, [fuse])
-            try:
-                self.results[name] = self.work(members)
-                members.close()
-            except BaseException as error:
-                self.errors[name] = error
-                members.abandon()
-
-        self.threads.append(threading.Thread(target=live, daemon=True, name=name))
-        self.threads[-1].start()
+        self._start(name, name, fuse)
 
     def start_node(self, name: str, fuses: Sequence[float]) -> None:
         """A member of as many ranks as there are fuses: see `start`. If one ends, the others learn it at once."""
         network = SimNetwork(len(fuses), self.hub.timeout_s)
-
-        def live(rank: int, fuse: float) -> None:
-            torch.set_num_threads(1)
-            local = SimTransport(network, rank)
-            members = None
-            try:
-                members = self.hub.members(name, [fuse], Node(local.split(range(len(fuses)))))
-                self.results[f"{name}{rank}"] = self.work(members, local)
-                members.close()
-            except BaseException as error:
-                self.errors[f"{name}{rank}"] = error
-                if members is not None:
-                    members.abandon()
-                local.abandon()
-
         for rank, fuse in enumerate(fuses):
-            self.threads.append(threading.Thread(target=live, args=(rank, fuse), daemon=True, name=f"{name}{rank}"))
-            self.threads[-1].start()
+            self._start(f"{name}{rank}", name, fuse, SimTransport(network, rank))
+
+    def _start(self, called: str, name: str, fuse: float, *local: SimTransport) -> None:
+        """called: the key of what comes of it. local: between the ranks of a node."""
+
+        def live() -> None:
+            torch.set_num_threads(1)
+            members: list[Members] = []
+            try:
+                nodes = [Node(link.split(range(link.world_size))) for link in local]
+                members.append(self.hub.members(name, [fuse], *nodes))
+                self.results[called] = self.work(*members, *local)
+                members[0].close()
+            except BaseException as error:
+                self.errors[called] = error
+                for each in (*members, *local):
+                    each.abandon()
+
+        self.threads.append(threading.Thread(target=live, daemon=True, name=called))
+        self.threads[-1].start()
 
     def wait(self, timeout_s: float = 60.0) -> None:
         """For the end of all, whatever they raised."""
