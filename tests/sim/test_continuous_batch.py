@@ -359,6 +359,7 @@ def test_a_rule_that_fails_ends_its_request_alone() -> None:
     ("ask", "said"),
     [
         (lambda batch: batch.add([], max_new_tokens=1), "at least one token"),
+        (lambda batch: batch.add("Once", max_new_tokens=1), r"of one text tokenizer\(\[text\]\)"),
         (lambda batch: batch.add([1], max_new_tokens=0), "at least 1"),
         (lambda batch: batch.add([1], max_new_tokens=2.5), "max_new_tokens as an integer, got 2.5"),
         (lambda batch: batch.add([1] * 60, max_new_tokens=5), "do not fit into the cache of 64"),

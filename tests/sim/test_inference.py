@@ -972,6 +972,10 @@ def test_requests_that_cannot_be_answered() -> None:
     refused(engine, "expected prompts, or input_ids=, and not both", [[1]], input_ids=[[1]], max_new_tokens=3)
     refused(engine, "expected prompts, or input_ids=, and not both", max_new_tokens=3)
     refused(engine, r"of one text tokenizer\(\[text\]\)", input_ids=[1, 2], attention_mask=[1, 1], max_new_tokens=3)
+    for texts in ("Once", ["Once"]):
+        refused(engine, r"of one text tokenizer\(\[text\]\)", texts, max_new_tokens=3)
+    with pytest.raises(TypeError, match="transport must be a transport, got 'gloo'"):
+        init_inference(gpt(), transport="gloo")  # type: ignore[arg-type]
     refused(engine, "of the shape of the prompts", input_ids=[[1, 2]], attention_mask=[[1]], max_new_tokens=3)
     with pytest.raises(ValueError, match="raise max_out_tokens"):
         engine.step(torch.zeros(1, 4, dtype=torch.int64), 30)

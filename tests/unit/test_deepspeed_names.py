@@ -187,6 +187,14 @@ def test_an_mpu_is_taken_where_every_rank_holds_the_whole_model() -> None:
             check_mpu(other, 4)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("grid", r"onebit\.zero\.grid\.start\(\)"), ("tensor_plan", "a dict from names")]
+)
+def test_a_wrong_grid_or_plan_is_named(name: str, said: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be .*{said}.*, got 'colwise'"):
+        deepspeed.initialize(model=nn.Linear(1, 1), config={"train_batch_size": 1}, **{name: "colwise"})
+
+
 def test_an_optimizer_keeps_its_groups_and_is_given_the_sharded_parameters() -> None:
     net, sharded = (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)) for _ in range(2))
     groups = [{"params": [net[1].bias], "lr": 0.5}, {"params": list(net[0].parameters())}]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -104,6 +104,10 @@ def initialize(
         ImportError: An optional package is missing.
     """
     model = initializing.checked(model)
+    if not isinstance(grid, Grid | None):
+        raise TypeError(f"grid must be a Grid, made by onebit.zero.grid.start(), got {grid!r}")
+    if tensor_plan != "auto" and not isinstance(tensor_plan, Mapping | None):
+        raise TypeError(f'tensor_plan must be "auto", None or a dict from names to styles, got {tensor_plan!r}')
     if dist_init_required is False or distributed_port is not None:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     given = _named_config(config, config_params, args)

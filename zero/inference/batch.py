@@ -220,7 +220,7 @@ class ContinuousBatch:
         """
         engine, inputs = self.engine, None
         # clone: the caller may write to its own tensor, and the row would be taken for another prompt's.
-        row = rows_of([torch.as_tensor(prompt, device="cpu")], None)[0].clone()
+        row = rows_of([prompt], None)[0].clone()
         if engine.has_encoder:
             inputs = row
             x_1E, _ = engine.read_inputs([inputs])

@@ -174,6 +174,7 @@ def _group(transport: Transport | None, key: str, ranks: int) -> Transport:
     """The transport between the ranks that serve together."""
     if transport is None:
         transport = comm.init() if ranks > 1 else SimTransport()
+    comm.check_transport(transport)
     W = transport.world_size
     if W % ranks:
         raise ValueError(

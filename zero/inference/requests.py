@@ -18,7 +18,7 @@ from typing import Any, TypedDict, cast
 import torch
 from torch import Tensor, nn
 
-Prompts = Tensor | Sequence[Tensor] | Sequence[Sequence[int]]
+Prompts = Tensor | Sequence[Tensor | Sequence[int]]
 Mask = Tensor | Sequence[Sequence[int]]
 Rules = Callable[[Tensor, Tensor], Tensor]
 """A function (tokens so far [G, T], logits [G, V]) that returns logits, as transformers' LogitsProcessor."""
@@ -101,8 +101,11 @@ def rows_of(prompts: Prompts, mask: Tensor | None) -> list[Tensor]:
     Raises:
         TypeError: A prompt is no sequence of integers.
     """
-    rows = [torch.as_tensor(row, device="cpu") for row in prompts]
-    if any(row.dim() != 1 or (len(row) and (row.is_floating_point() or row.dtype == torch.bool)) for row in rows):
+    has_text = isinstance(prompts, str) or any(isinstance(row, str) for row in prompts)
+    rows = [] if has_text else [torch.as_tensor(row, device="cpu") for row in prompts]
+    if has_text or any(
+        row.dim() != 1 or (len(row) and (row.is_floating_point() or row.dtype == torch.bool)) for row in rows
+    ):
         raise TypeError(
             "expected prompts as a tensor [B, T] of tokens, or a list with a sequence of tokens a prompt: of one text "
             "tokenizer([text])"
@@ -340,7 +343,7 @@ def transformers_start(
     if unknown := given.keys() - known | given.keys() & {"max_length"}:
         raise TypeError(
             f"generate() takes no {', '.join(sorted(unknown))}: expected options of a GenerationConfig; max_new_tokens "
-            "says how long answers are"
+            "sets how long answers are"
         )
     given |= {"eos_token_id": ends_of(model, options) or None, "pad_token_id": pad_of(model, options)}
     given["use_cache"] = False  # scripts ask for one; the tokens are the same, and no step follows that would fill it
