@@ -254,8 +254,8 @@ def init(
         This rank's `Transport`.
 
     Raises:
-        ValueError: The environment contradicts itself, levels does not divide the number of ranks, or hops is 2 for a
-            prime number of nodes.
+        ValueError: An argument is out of its range, the environment contradicts itself, levels does not divide the
+            number of ranks, or hops is 2 for a prime number of nodes.
         ImportError: MPI was asked for, and mpi4py is not installed.
         PeerError: Ranks did not come, or cannot connect to each other, within timeout_s.
     """
@@ -265,6 +265,8 @@ def init(
         raise ValueError(f'hops must be 1, 2 or "auto", got {hops!r}')
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
+        raise ValueError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return _in_hierarchy(_on_existing_group(backend, timeout_s), levels, hops)
     launch = detect(os.environ) if launch is None else launch

@@ -268,6 +268,9 @@ class IdentityCodec(Codec):
     leaves_residual = False
     sends_in_place = True
 
+    def __post_init__(self) -> None:
+        check_block(self.block, 1)
+
     def frame_bytes(self, n: int) -> int:
         check_whole_blocks(n, self.block)
         return -(-4 * n // 16) * 16

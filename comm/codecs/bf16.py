@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import Codec, check_whole_blocks, mean_into_, values_in
+from .base import Codec, check_block, check_whole_blocks, mean_into_, values_in
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,9 @@ class Bf16Codec(Codec):
     name = "bf16"
     block: int = 8
     leaves_residual = False
+
+    def __post_init__(self) -> None:
+        check_block(self.block, 1)
 
     def frame_bytes(self, n: int) -> int:
         check_whole_blocks(n, self.block)

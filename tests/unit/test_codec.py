@@ -70,6 +70,15 @@ def some_rows(codec: Codec, rows: int, blocks: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, blocks * codec.block, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("kind", REGISTRY.values())
+def test_a_block_has_elements(kind: type[Codec]) -> None:
+    for block in (0, -256):
+        with pytest.raises(ValueError, match=f"block must be a positive multiple of .*, got {block}"):
+            kind(block=block)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="block must be a whole number"):
+        kind(block=256.0)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 class TestContract:
     @pytest.mark.pairwise

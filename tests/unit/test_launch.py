@@ -203,6 +203,12 @@ def test_levels_that_are_no_number_are_refused(levels: object) -> None:
         onebit.comm.init(levels=levels)
 
 
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), "300", None])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout_s: object) -> None:
+    with pytest.raises(ValueError, match="timeout_s must be a number of seconds above 0"):
+        onebit.comm.init(timeout_s=timeout_s)
+
+
 def test_a_single_process_has_one_level(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*TORCHRUN, *OPEN_MPI, *HYDRA, *SRUN):
         monkeypatch.delenv(name, raising=False)
