@@ -214,6 +214,9 @@ class Guard:
         )
 
 
+_READERS = ("torch.", "onebit.", "peft.utils.other")  # the last: PEFT's `modules_to_save`, which reads names alone
+
+
 class _StateDict:
     """Replaces a module's state_dict(): a script gets whole tensors, or an error if this rank has only a part.
 
@@ -225,7 +228,7 @@ class _StateDict:
 
     def __call__(self, *args: Any, **named: Any) -> Mapping[str, Any]:
         state: Mapping[str, Any] = type(self._module).state_dict(self._module, *args, **named)
-        if str(sys._getframe(1).f_globals.get("__name__")).startswith(("torch.", "onebit.")):
+        if str(sys._getframe(1).f_globals.get("__name__")).startswith(_READERS):
             return state
         part = next((name for name, x in state.items() if _is_part(x)), None)
         if self._is_stage or part is not None:

@@ -168,6 +168,9 @@ def half_saved(folder: str, config: dict, shards: int, tensor: int = 1) -> list[
     sharded = torch.distributed.checkpoint.state_dict.get_model_state_dict(net)  # torch's own, of shards
     engine.save_checkpoint(folder)
     found.append("" if len(sharded) == len(expected) else "torch's own is refused")
+    # As PEFT asks a layer of `modules_to_save` for names, whatever save_pretrained(state_dict=whole) is given.
+    names = eval("list(layer.state_dict())", {"__name__": "peft.utils.other", "layer": net.layers[0]})
+    found.append("" if names == ["weight", "bias"] else "PEFT's own is refused")
     grid.close()
     return found
 
