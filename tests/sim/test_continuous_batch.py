@@ -16,7 +16,7 @@ from onebit.comm import PeerError, SimTransport
 from onebit.comm.transports.simulated import run_ranks
 from onebit.zero import ContinuousBatch, InferenceEngine, init_inference
 from onebit.zero.inference.batch import Request
-from onebit.zero.inference.cache import StaticCache
+from onebit.zero.inference.cache import CacheView, StaticCache
 
 KINDS = (*OTHERS, "gpt neo")
 
@@ -98,6 +98,23 @@ def answer_drawn(
     return [request for request, _ in requests]
 
 
+def test_a_decoder_that_masks_by_its_caches_length_is_refused() -> None:
+    """It has one length for all rows, so that shorter ones see what earlier requests have left. Alone it is right."""
+    model = gpt()
+
+    def by_length(text_BT: Tensor, attention_mask: Tensor, position_ids: Tensor, past_key_values: CacheView) -> Tensor:
+        T, before = text_BT.shape[1], past_key_values.get_seq_length()
+        hidden = torch.full((T, before + T), float("-inf")).triu(before + 1)
+        return type(model).forward(model, text_BT, hidden[None, None], position_ids, past_key_values)
+
+    model.forward = by_length  # type: ignore[method-assign]
+    engine = init_inference(model)
+    expected = init_inference(gpt()).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4)
+    assert torch.equal(engine.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4), expected)
+    with pytest.raises(ValueError, match="GPT gives rows of unlike positions other outputs in one pass than each"):
+        ContinuousBatch(engine, rows=2)
+
+
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(k, marks=pytest.mark.thorough) for k in range(3, 6))])
 def test_any_schedule_of_arrivals_and_cancels(seed: int) -> None:
     """Drawn: when requests come, how long they are, which sample, which are cancelled and when, and which begin as an
@@ -105,8 +122,8 @@ def test_any_schedule_of_arrivals_and_cancels(seed: int) -> None:
     Rows stay dense and memory as it is, and what is reused is not computed."""
     draw = random.Random(seed)
     engine = init_inference(gpt())
-    computed, reference = count_tokens(engine), init_inference(gpt())
     batch = ContinuousBatch(engine, rows=draw.randint(1, 4), chunk=draw.randint(1, 20))
+    computed, reference = count_tokens(engine), init_inference(gpt())
     requests = answer_drawn(batch, draw, reference)
     assert any(request.reused for request in requests)
     assert {"length", "stop"} <= {request.reason for request in requests}

@@ -199,6 +199,7 @@ class ContinuousBatch:
         _window_by_row(engine.module)
         if engine.has_encoder:
             place_by_row(engine.module)
+        if engine.has_encoder or (rows > 1 and engine.ranks.stages == 1):
             self._check_rows()
 
     @property
@@ -511,13 +512,15 @@ class ContinuousBatch:
         return logits_BV
 
     def _check_rows(self) -> None:
-        """Raise ValueError if rows of an encoder-decoder, at unlike positions, have other logits than each alone."""
+        """Raise ValueError if rows at unlike positions have other logits than each alone."""
         name, tokens_1T = type(self.engine.module).__name__, a_few_tokens(self.engine.module)[:, : self.engine.slots]
         starts = [tokens_1T.shape[1] - 1, 1][: self.rows]
         alone = []
         try:
             for row, start in enumerate(starts):
-                self._do(Order(ENCODE, tokens_BT=tokens_1T[:, : start + 1]))
+                if self._sources is not None:
+                    self._do(Order(ENCODE, tokens_BT=tokens_1T[:, : start + 1]))
+                self._compute(row, tokens_1T, [0])  # what an earlier request has left there
                 self._compute(row, tokens_1T[:, :start], [0])
                 alone.append(self._compute(row, tokens_1T[:, start : start + 1], [start]))
             together = self._compute(0, tokens_1T[0, starts][:, None], starts)
