@@ -146,6 +146,12 @@ def initialize(
             "out, and draw from onebit.membership.MemberSampler"
         )
 
+    if read.elasticity.enabled and grid.transport.ranks_change:
+        raise ValueError(
+            "elasticity chooses a batch for ranks that stay, and the members of this grid come and go: leave the block "
+            "out"
+        )
+
     # Features change the whole model, as they find modules by their classes and shapes; then the form shards it.
     for feature in features:
         feature.prepare(model, grid, is_part=bool(stages))

@@ -60,7 +60,7 @@ def test_a_configuration_has_the_chosen_sizes(caplog: pytest.LogCaptureFixture) 
 
 def test_other_sizes_of_the_file_are_an_error_or_ignored(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(
-        ValueError, match=r"elasticity chooses train_batch_size = 1680, .* train_batch_size = 8 is given"
+        ValueError, match=r"elasticity chooses train_batch_size = 1680, .* train_batch_size = 8 is given, in"
     ):
         read_config({"train_batch_size": 8, "elasticity": BLOCK}, world_size=2)
     with caplog.at_level(logging.WARNING, "onebit"):
@@ -92,7 +92,7 @@ def test_a_block_that_is_off_changes_nothing() -> None:
     assert small(elasticity={**BLOCK, "enabled": False}).train_batch_size == small().train_batch_size
 
 
-def test_deepspeeds_functions() -> None:
+def test_deepspeeds_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"elasticity": BLOCK}
     assert elasticity_enabled(config) and not elasticity_enabled({})
     train, valid = compute_elastic_config(config, "0.19.6")
@@ -101,3 +101,5 @@ def test_deepspeeds_functions() -> None:
         compute_elastic_config({"train_batch_size": 8}, "0.19.6")
     with pytest.raises(ValueError, match="pass world_size"):
         compute_elastic_config(config, "0.19.6", return_microbatch=True)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert compute_elastic_config(config, "0.19.6", return_microbatch=True)[2] == 4

@@ -33,9 +33,21 @@ class Stack(nn.Module):
         return x
 
 
-class TakesAll(nn.Linear):
+class Wrapper(nn.Module):
+    """Hands on what it is given, as compiled models and adapters do."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
     def forward(self, x: Tensor, **named: object) -> Tensor:
-        assert named == {"progressive_layer_drop": True, "pld_theta": 1.0}
+        return self.inner(x, **named)
+
+
+class Ignores(nn.Linear):
+    """As transformers' models do what they do not know."""
+
+    def forward(self, x: Tensor, **named: object) -> Tensor:
         return super().forward(x)
 
 
@@ -87,9 +99,10 @@ def test_each_step_is_told_the_papers_share(engine_of: Start, tmp_path: Path) ->
 
 
 def test_a_model_that_cannot_drop_is_refused(engine_of: Start) -> None:
-    train(engine_of(TakesAll(4, 4)), 1)
-    with pytest.raises(ValueError, match=r"forward pass of Linear takes no progressive_layer_drop and no pld_theta"):
-        engine_of(nn.Linear(4, 4))
+    train(engine_of(Wrapper(Stack())), 1)
+    for model in (nn.Linear(4, 4), Ignores(4, 4), Wrapper(Ignores(4, 4)), nn.Sequential(Stack())):
+        with pytest.raises(ValueError, match=f"forward pass of {type(model).__name__} takes no pld_theta"):
+            engine_of(model)
 
 
 def test_off_is_off(engine_of: Start) -> None:

@@ -364,8 +364,8 @@ def _elastic_sizes(top: _TopLevel, ranks: int, reading: Reading) -> tuple[int, i
             continue
         if not top.elasticity.ignore_non_elastic_batch_info:
             raise ValueError(
-                f"elasticity chooses {chosen} for {ranks} data-parallel ranks, and {name} = {given} is given, too: "
-                'leave it out, or write "ignore_non_elastic_batch_info": true'
+                f"elasticity chooses {chosen} for {ranks} data-parallel ranks, and {name} = {given} is given, "
+                'in the file or as an argument: leave it out, or write "ignore_non_elastic_batch_info": true'
             )
         reading.warnings.append(f"{reading.at(name)} has no effect: elasticity chooses {chosen}")
     reading.notes.append(f"{reading.at('elasticity')} chooses {chosen}")

@@ -17,7 +17,7 @@ from typing import ClassVar
 from ..config.sections import ProgressiveLayerDrop as Settings
 from ..feature import Asked, Feature, Training
 
-_NAMES = ("progressive_layer_drop", "pld_theta")
+_NAMES = {"progressive_layer_drop", "pld_theta"}
 
 
 class ProgressiveLayerDrop(Feature):
@@ -42,12 +42,12 @@ class ProgressiveLayerDrop(Feature):
             raise ValueError(
                 "progressive_layer_drop: a pipeline's stages take no named arguments; train without stages"
             )
-        taken = inspect.signature(asked.outline.forward).parameters
-        takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
-        if not takes_all and (missing := [name for name in _NAMES if name not in taken]):
+        taken = [inspect.signature(module.forward).parameters for module in asked.outline.modules()]
+        takes_more = any(each.kind is each.VAR_KEYWORD for each in taken[0].values())  # and hands on, or ignores
+        if not any(names.keys() >= _NAMES for names in (taken if takes_more else taken[:1])):
             raise ValueError(
-                f"progressive_layer_drop: the forward pass of {type(asked.outline).__name__} takes no "
-                f"{' and no '.join(missing)}; let it take both, and keep each layer with a probability that falls to "
+                f"progressive_layer_drop: the forward pass of {type(asked.outline).__name__} takes no pld_theta; let "
+                "it take progressive_layer_drop and pld_theta, and keep each layer with a probability that falls to "
                 "pld_theta at the last one, or leave the block out"
             )
         return cls(settings)
