@@ -49,7 +49,8 @@ _HINT = "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
 class _Past:
     """The history shared by all transports of a process group and those split from them.
 
-    held: tensors to which operations may still write that failed, or that nobody waits for. failure: the first
+    held: tensors to which operations may still write that failed, or that nobody waits for: they stay as long as the
+    group, .27 bytes per parameter of each optimizer that is dropped with a step under way. failure: the first
     operation that failed. missing: the ranks to blame for it. late_s: seconds without a launch before the operations in
     flight, if longer than the timeout of the others.
     """

@@ -972,6 +972,8 @@ def test_requests_that_cannot_be_answered() -> None:
     refused(engine, "expected prompts, or input_ids=, and not both", [[1]], input_ids=[[1]], max_new_tokens=3)
     refused(engine, "expected prompts, or input_ids=, and not both", max_new_tokens=3)
     refused(engine, r"of one text tokenizer\(\[text\]\)", input_ids=[1, 2], attention_mask=[1, 1], max_new_tokens=3)
+    (listed,), (drawn,) = (engine.generate(given([[1, 2]]), max_new_tokens=3) for given in (list, iter))
+    assert torch.equal(listed, drawn)
     for texts in ("Once", ["Once"]):
         refused(engine, r"of one text tokenizer\(\[text\]\)", texts, max_new_tokens=3)
     with pytest.raises(TypeError, match="transport must be a transport, got 'gloo'"):

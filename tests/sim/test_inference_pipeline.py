@@ -190,7 +190,7 @@ def test_any_schedule_of_arrivals_and_cancels(seed: int) -> None:
 
     def serve(transport: SimTransport) -> None:
         if batch := batch_of(model, transport, rows=rows, chunk=chunk):
-            answer_drawn(batch, draw, reference)
+            assert any(request.reused for request in answer_drawn(batch, draw, reference))
             batch.close()
 
     rows, chunk = draw.randint(1, 7), draw.randint(1, 20)

@@ -226,6 +226,7 @@ def test_a_module_is_cut_at_named_places() -> None:
     assert sorted(names) == sorted(name for name, _ in net.named_parameters())
     assert torch.equal(value, net(x))
     assert len(zero.split(net, ["blocks.0"], x, loss_fn=pipeline_model.loss_of).layers) == 2  # once more
+    assert not any({"forward", "_orig_forward"} & vars(module).keys() for module in net.modules())
     pipeline_model.loss_of(value, y).backward()
     with pytest.raises(ValueError, match=r"traced for inputs of shapes \[\(4, 8\)\], a micro-batch has \[\(3, 8\)\]"):
         model.stages([range(1)])[0](x[:3])

@@ -101,8 +101,9 @@ def rows_of(prompts: Prompts, mask: Tensor | None) -> list[Tensor]:
     Raises:
         TypeError: A prompt is no sequence of integers.
     """
-    has_text = isinstance(prompts, str) or any(isinstance(row, str) for row in prompts)
-    rows = [] if has_text else [torch.as_tensor(row, device="cpu") for row in prompts]
+    given = list(prompts)
+    has_text = any(isinstance(row, str) for row in given)  # a text is a sequence of texts
+    rows = [] if has_text else [torch.as_tensor(row, device="cpu") for row in given]
     if has_text or any(
         row.dim() != 1 or (len(row) and (row.is_floating_point() or row.dtype == torch.bool)) for row in rows
     ):

@@ -34,11 +34,16 @@ def split(
     if unknown := [point for point in points if point not in known]:
         raise ValueError(f"the module has no submodule {unknown[0]!r}; it has {', '.join(sorted(known)[:8])}, ...")
     inputs = example if isinstance(example, tuple) else (example,)
+    own = {point: vars(module.get_submodule(point)).get("forward") for point in points}
     try:
         traced = pipeline(module, mb_args=inputs, split_spec=dict.fromkeys(points, SplitPoint.BEGINNING))
     finally:  # torch leaves its marks in the module, and they would cut the next trace
-        for marked in map(module.get_submodule, points):
-            marked.forward = vars(marked).pop("_orig_forward", marked.forward)
+        for point, forward in own.items():
+            names = vars(module.get_submodule(point))
+            names.pop("_orig_forward", None)
+            names.pop("forward", None)
+            if forward is not None:
+                names["forward"] = forward
     pieces = [traced.get_stage_module(k) for k in range(traced.num_stages)]
     if len(pieces) != len(points) + 1:
         raise ValueError(

@@ -232,22 +232,29 @@ class ShardedBucket:
     def own_gradients(self, scale: float | Tensor) -> Tensor:
         """As `gather_gradients`, of this rank's chunk, float32 [N]. Writes each element once."""
         chunk, grads = torch.empty(self.layout.chunk, device=self.device, dtype=torch.float32), self.gradients()
-        sizes, end = list[int](), 0
-        for piece in self.pieces:
-            sizes += [piece.at - end, piece.stop - piece.start]
-            end = piece.at + piece.stop - piece.start
-        views = chunk.split([*sizes, self.layout.chunk - end])  # padding, a piece, padding, ...
-        zeros, own, parts = list(views[::2]), list[Tensor](), list[Tensor]()
+        views = chunk.split(self._cuts)
+        zeros = [view for view, size in zip(views[::2], self._cuts[::2], strict=True) if size]
+        own, parts = list[Tensor](), list[Tensor]()
         for view, (k, start, stop, _) in zip(views[1::2], self.pieces, strict=True):
             if (grad := grads[k]) is None:
                 zeros.append(view)
             else:
                 own.append(view)
                 parts.append(grad.reshape(-1)[start:stop])
-        torch._foreach_zero_(zeros)
+        if zeros:
+            torch._foreach_zero_(zeros)
         if own:
             torch._foreach_copy_(own, parts)
         return _scaled_(chunk, scale)
+
+    @cached_property
+    def _cuts(self) -> list[int]:
+        """Sizes of what is in this rank's chunk: padding, a piece, padding, ..., a piece, padding."""
+        sizes, end = list[int](), 0
+        for piece in self.pieces:
+            sizes += [piece.at - end, piece.stop - piece.start]
+            end = piece.at + sizes[-1]
+        return [*sizes, self.layout.chunk - end]
 
     @cached_property
     def own_segments(self) -> Segments:
