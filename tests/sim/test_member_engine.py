@@ -185,6 +185,14 @@ def test_tables_of_which_forward_writes_rows_are_refused() -> None:
     members.close()
 
 
+def test_a_batch_for_ranks_that_stay_is_refused() -> None:
+    members = Hub(1).members("a", [INF])
+    block = {"enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [2]}
+    with pytest.raises(ValueError, match="elasticity chooses a batch for ranks that stay"):
+        engine_over(members, {"elasticity": block, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}})
+    members.close()
+
+
 def test_one_member_serves_alone() -> None:
     """The others train on meanwhile: nothing is exchanged for it."""
 
