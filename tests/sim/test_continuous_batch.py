@@ -74,7 +74,7 @@ def answer_drawn(
     words: int = 256,
     ends: int = 40,
 ) -> list[Request]:
-    """25 requests of a drawn schedule, compared with the reference's answers to each alone. ends: of so many words."""
+    """25 requests of a drawn schedule against the reference's answers to each alone. ends: end tokens of a request."""
     requests: list[tuple[Request, Tensor]] = []
     memory = set[int]()
     while len(requests) < 25 or batch.running or batch.waiting:

@@ -974,7 +974,7 @@ def test_requests_that_cannot_be_answered() -> None:
     refused(engine, r"of one text tokenizer\(\[text\]\)", input_ids=[1, 2], attention_mask=[1, 1], max_new_tokens=3)
     (listed,), (drawn,) = (engine.generate(given([[1, 2]]), max_new_tokens=3) for given in (list, iter))
     assert torch.equal(listed, drawn)
-    for texts in ("Once", ["Once"]):
+    for texts in ("", "Once", ["Once"]):
         refused(engine, r"of one text tokenizer\(\[text\]\)", texts, max_new_tokens=3)
     with pytest.raises(TypeError, match="transport must be a transport, got 'gloo'"):
         init_inference(gpt(), transport="gloo")  # type: ignore[arg-type]

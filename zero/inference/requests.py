@@ -102,7 +102,7 @@ def rows_of(prompts: Prompts, mask: Tensor | None) -> list[Tensor]:
         TypeError: A prompt is no sequence of integers.
     """
     given = list(prompts)
-    has_text = any(isinstance(row, str) for row in given)  # a text is a sequence of texts
+    has_text = isinstance(prompts, str) or any(isinstance(row, str) for row in given)
     rows = [] if has_text else [torch.as_tensor(row, device="cpu") for row in given]
     if has_text or any(
         row.dim() != 1 or (len(row) and (row.is_floating_point() or row.dtype == torch.bool)) for row in rows
