@@ -473,7 +473,7 @@ def _tie_to_process(transport: MpiTransport | TorchTransport | Composite, launch
             return
         transport.timeout_s = min(transport.timeout_s, _AT_EXIT_S)
         try:
-            transport.close()
+            transport.end()
         except PeerError as error:
             _log.warning("at exit, without close(): %s", error)
         if transport.has_failed:

@@ -178,6 +178,10 @@ class Transport(ABC):
     def close(self) -> None:
         """Wait for all ranks, then release everything. All ranks; idempotent. Raises PeerError if a rank is missing."""
 
+    def end(self) -> None:
+        """As `close`, at the end of the process: release also what other transports of it would still use."""
+        self.close()
+
     def all_to_all_in_hops(self, out_WB: Tensor, in_WB: Tensor) -> Generator[Work, None, None]:
         """As `all_to_all`, for an exchange: yields the Works, and the caller waits for each before it resumes."""
         yield self.all_to_all(out_WB, in_WB)

@@ -52,13 +52,20 @@ class _Past:
     held: tensors to which operations may still write that failed, or that nobody waits for: they stay as long as the
     group, .27 bytes per parameter of each optimizer that is dropped with a step under way. failure: the first
     operation that failed. missing: the ranks to blame for it. late_s: seconds without a launch before the operations in
-    flight, if longer than the timeout of the others.
+    flight, if longer than the timeout of the others. is_ours: `init` made the group, and the last of the `open`
+    transports that is closed destroys it. spare: groups of closed parts by their global ranks and timeout, to be used
+    again: torch gives the next group of the same ranks the name of a destroyed one, and finds old addresses by it.
     """
 
     held: list[object] = field(default_factory=list)
     failure: Operation | None = None
     missing: tuple[int, ...] = ()
     late_s: float = 0.0
+    is_ours: bool = False
+    open: weakref.WeakSet[TorchTransport] = field(default_factory=weakref.WeakSet)
+    spare: collections.defaultdict[tuple[tuple[int, ...], timedelta], list[weakref.ref[dist.ProcessGroup]]] = field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
     _last: float = field(default_factory=time.monotonic)
 
     def launches(self, timeout_s: float) -> None:
@@ -97,7 +104,7 @@ class TorchTransport(NetworkedTransport):
     Args:
         group: Process group. Default None: the default group.
         timeout_s: Seconds to wait for other ranks in every operation. Default 300.
-        owns_group: Whether `close()` destroys the group. Default False.
+        owns_group: Whether the group is destroyed when the last of its transports is closed. Default False.
         whole: Transport from which this one is split. Default None.
         store_host: Rank in whose process the group's store lives. Default None: in no rank's, or not known.
         finds_cause: Whether an operation that fails asks the other ranks who is missing, which takes up to
@@ -130,14 +137,18 @@ class TorchTransport(NetworkedTransport):
         self._group = weakref.ref(group)
         self._store, self._own_group = store, None if store is None else group
         super().__init__(group.rank(), group.size(), timeout_s)
-        self._owns_group, self._finds_cause = owns_group, finds_cause
+        self._finds_cause = finds_cause
         self._is_part = whole is not None
+        self._spare: list[weakref.ref[dist.ProcessGroup]] | None = None
         self._store_host = None if store_host == self.rank else store_host
         self._backends = _backends_by_device(self.group) if store is None else {"cpu": "gloo"}
         self._numbering = Numbering(_channels.setdefault(self.group, itertools.count(1)))
         # If one transport of a group fails, all fail, split ones too: then none waits for a barrier.
         self._past: _Past = _pasts.setdefault(self.group, _Past()) if whole is None else whole._past
         self._board: _Board | None = None
+        if whole is None:
+            self._past.is_ours |= owns_group
+            self._past.open.add(self)
         if whole is not None:
             self._board, self._store_host = whole._board, whole._store_host
         elif self._backends.get("cpu") == "gloo" and finds_cause:
@@ -155,8 +166,8 @@ class TorchTransport(NetworkedTransport):
         group = self._group()
         if group is None:
             raise RuntimeError(
-                f"rank {self._names[self.rank]}: the process group has been destroyed, by the script, or with the "
-                "optimizer or engine that was constructed first and made it; close that one after the last step of all"
+                f"rank {self._names[self.rank]}: the process group has been destroyed, by the script or with the last "
+                "optimizer or engine that was closed; construct them anew after that"
             )
         return group
 
@@ -243,15 +254,17 @@ class TorchTransport(NetworkedTransport):
         names, operation = self._begin_split(ranks)
         if self._backends.get("cpu") == "gloo":
             self._meet(operation, ranks)
-        timeout, store = timedelta(seconds=self.timeout_s + DIAGNOSIS_S), None
+        timeout, store, spare = timedelta(seconds=self.timeout_s + DIAGNOSIS_S), None, None
         try:
             if self._store is not None:
                 store = dist.PrefixStore(operation.name, self._store)
                 group = torch_versions.gloo_group(store, ranks.index(self.rank), len(ranks), timeout)
             else:
                 everywhere = dist.get_process_group_ranks(self.group)
-                group = dist.new_group(
-                    [everywhere[rank] for rank in ranks],
+                members = tuple(everywhere[rank] for rank in ranks)
+                spare = self._past.spare[members, timeout]
+                group = (spare.pop()() if spare else None) or dist.new_group(
+                    list(members),
                     timeout=timeout,
                     backend=dist.get_backend(self.group),
                     use_local_synchronization=True,  # others of the default group need not call
@@ -259,7 +272,7 @@ class TorchTransport(NetworkedTransport):
         except RuntimeError as error:
             raise self._collective_error(operation, (), error) from error
         part = TorchTransport(group, self.timeout_s, whole=self, finds_cause=self._finds_cause, store=store)
-        part._names = names
+        part._names, part._spare = names, spare
         return part
 
     def abandon(self, why: str = "") -> None:
@@ -274,15 +287,23 @@ class TorchTransport(NetworkedTransport):
             self._board.linger()
         self._release()
 
+    def end(self) -> None:
+        """Close it, and with it the group that `init` made, although other transports of it are open. At exit."""
+        self._past.open.clear()
+        self._is_closed &= self._group() is None  # the group of a closed one waits for the others
+        self.close()
+
     def _release(self) -> None:
         # Destroying without a barrier, or not at all, ended in SIGABRT in 3 of 14 and 2 of 5 runs (Gloo, torch 2.13).
         # A broken NCCL communicator may block in destroy; the process ends without it.
         can_end = not self.has_failed or "gloo" in self._backends.values()
-        if self._owns_group and self._group() is not None and dist.is_initialized() and can_end:
+        self._past.open.discard(self)
+        is_last = self._past.is_ours and not (self._past.open or self._is_part)
+        if is_last and self._group() is not None and dist.is_initialized() and can_end:
             dist.destroy_process_group(self.group)
-        if self._owns_group or self._is_part:
-            self._board = None
-        self._own_group = None
+        if self._spare is not None and not self.has_failed:
+            self._spare.append(self._group)
+        self._board = self._own_group = None
 
     def _barrier(self, operation: Operation) -> None:
         if self._group() is None:  # the script has destroyed it

@@ -335,6 +335,24 @@ def test_a_group_that_the_script_destroys_is_gone(makes_group: bool) -> None:
         assert run_torchrun(3, *life, timeout_s=50, as_python_ends=True).check().results == ([], [], [])
 
 
+@pytest.mark.timeout(60)
+def test_the_last_of_a_groups_transports_ends_it() -> None:
+    """Whichever is closed first; and a script's end, if one of them is not closed."""
+    for first_ends, second_closes, is_left in ((True, True, False), (True, False, True), (False, True, True)):
+        ended = run_torchrun(
+            3, transport_ranks.lives_of_one_group, first_ends, second_closes, timeout_s=50, as_python_ends=True
+        )
+        assert ended.check().results == ([is_left, is_left],) * 3
+        assert "at exit" not in ended.output
+
+
+@pytest.mark.timeout(60)
+def test_closed_transports_leave_no_files_open() -> None:
+    """Of a process group that the script has made, and keeps."""
+    for opened in run_torchrun(2, transport_ranks.closed_parts_of_a_scripts_group, timeout_s=50).check().results:
+        assert opened[-1] <= opened[0] + 2  # each transport kept 10
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_short_lives_under_mpirun_end_cleanly() -> None:

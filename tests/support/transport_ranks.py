@@ -432,17 +432,60 @@ def short_life(makes_group: bool, closes: bool) -> list[str]:
     """A script of a few steps; then the threads of Gloo that live on once its process group has been destroyed."""
     if makes_group:
         dist.init_process_group("gloo")
-    net = torch.nn.Linear(16, 16)
-    optimizer = onebit.OnebitAdam(net.parameters(), freeze_step=2, bucket_cap_mb=0.0002)
-    for _ in range(4):
-        net(torch.randn(4, 16)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer = _trained(torch.nn.Linear(16, 16))
     if closes:
         optimizer.transport.close()
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    return _gloos_threads()
+
+
+def _trained(net: torch.nn.Module, optimizer: onebit.OnebitAdam | None = None) -> onebit.OnebitAdam:
+    """Its optimizer, after four steps more."""
+    if optimizer is None:
+        optimizer = onebit.OnebitAdam(net.parameters(), freeze_step=2, bucket_cap_mb=0.0002)
+    for _ in range(4):
+        net(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def lives_of_one_group(first_ends: bool, second_closes: bool) -> list[bool]:
+    """Two optimizers; the one that made the group is closed before the other's last steps.
+
+    Whether the group, and threads of Gloo, are there after that.
+    """
+    nets = [torch.nn.Linear(16, 16) for _ in range(2)]
+    optimizers = [_trained(net) for net in nets]
+    if first_ends:
+        optimizers[0].transport.close()
+    _trained(nets[1], optimizers[1])
+    if second_closes:
+        optimizers[1].transport.close()
+    return [dist.is_initialized(), bool(_gloos_threads())]
+
+
+def closed_parts_of_a_scripts_group() -> list[int]:
+    """Open files after each of four transports with two parts of the same ranks; both parts sum right."""
+    dist.init_process_group("gloo")
+    opened = []
+    for _ in range(4):
+        transport = onebit.comm.init(timeout_s=20.0, levels=1)
+        parts = [transport.split(range(transport.world_size)) for _ in range(2)]
+        for k, part in enumerate(parts):
+            x = torch.full((5,), float(k))
+            part.all_reduce(x).wait()
+            assert x.tolist() == [float(k * part.world_size)] * 5
+        for each in (*parts, transport):
+            each.close()
+        opened.append(len(os.listdir("/proc/self/fd")))
+    dist.destroy_process_group()
+    return opened
+
+
+def _gloos_threads() -> list[str]:
     names = []
     for task in glob("/proc/self/task/*/comm"):
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
