@@ -237,6 +237,9 @@ class AdamRule(Rule):
     def averages_gradients(self, bucket: Bucket) -> bool:
         return self._dense[bucket.group_index]
 
+    def is_delayed(self) -> bool:
+        return not any(self._dense) and self.schedule.may_delay(int(self.steps[0]))
+
     def keeps_variance(self, bucket: Bucket) -> bool:
         """Whether the bucket has a variance and takes these steps: here all do."""
         return True

@@ -96,7 +96,8 @@ class CommonOptions(SharedOptions, total=False):
         and traffic, not their sum, and gradients are those of parameters one step older. Meanwhile parameters look
         ahead, as for Nesterov's gradient: p - lr·β1·m/D with the last step's numbers, taken back when the step lands.
         Buckets are sent in step(), whatever `overlap` is. Warm-up and refreshes land the step under way and have no
-        delay. `sync()` lands it before an evaluation or an export.
+        delay, nor have the first 256 steps with freeze_step="auto". `sync()` lands it before an evaluation or an
+        export.
     """
 
     model_parallel_group: ModelParallelGroup | Transport | None
@@ -328,7 +329,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     @property
     def _is_delayed(self) -> bool:
         """Whether the step that has begun lands in the next one."""
-        return self.delay > 0 and not any(map(self.rule.averages_gradients, self.buckets))
+        return self.delay > 0 and self.rule.is_delayed()
 
     def _forget_sums(self) -> None:
         for bucket in self.buckets:

@@ -162,6 +162,10 @@ class Rule(BucketRule[Bucket]):
     def begin_again(self) -> None:
         """Take over options `sends_by` that were set after the step had begun. Its kind stays if ranks exchange."""
 
+    def is_delayed(self) -> bool:
+        """Whether the step that has begun may land in the next one. In a rule that can be delayed."""
+        raise AssertionError(f"{type(self).__name__} cannot be delayed")
+
     def send_again(self, bucket: Bucket, sent: Tensor) -> BucketStep:
         """The rest of a compressed step for which these frames were sent. In a rule that can be delayed.
 

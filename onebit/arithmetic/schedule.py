@@ -97,11 +97,14 @@ class DenseSteps:
             the length of the run.
         warmup: Least number of steps of the warm-up with "auto". Default 0: as many as `refreshes` begins with.
         refreshes: Refreshes with "auto". Default: four with each gap, which begins at 1 and doubles.
+        undelayed: First steps with "auto" that are not delayed. Default 256: in these a gradient of older parameters
+            costs most, with AdamW as well (scripts/records/delay_2026-11.md).
     """
 
     freeze_step: int | str = "auto"
     warmup: int = 0
     refreshes: VarianceUpdates = field(default_factory=lambda: VarianceUpdates(4))
+    undelayed: int = 256
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "freeze_step", steps_or_auto("freeze_step", self.freeze_step))
@@ -115,6 +118,10 @@ class DenseSteps:
     def count(self, steps: int) -> int:
         """Number of steps, among the first `steps`, in which gradients are exchanged."""
         return sum(map(self.is_dense, range(steps)))
+
+    def may_delay(self, step: int) -> bool:
+        """Whether steps may be delayed by now: with "auto" after the first `undelayed`, else after the warm-up."""
+        return self.freeze_step != "auto" or step >= self.undelayed
 
     def rests(self, step: int, steps: int = 16) -> bool:
         """Whether no gradient is exchanged in this step and those after it, so that memory for gradients may be freed.

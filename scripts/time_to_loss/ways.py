@@ -246,7 +246,7 @@ def _with_phases(kind: Callable[..., Any], **options: Any) -> Callable[..., Any]
     def make(params: Any, lr: float, transport: Transport) -> Any:
         made = kind(params, lr=lr, transport=transport, compression="always", check_replicas_every=0, **options)
         if kind is onebit.OnebitAdam:
-            made.rule.schedule = DenseSteps("auto", WARM, VarianceUpdates(1, var_freeze_step=16))
+            made.rule.schedule = DenseSteps("auto", WARM, VarianceUpdates(1, var_freeze_step=16), undelayed=0)
         return made
 
     return make

@@ -28,7 +28,7 @@ WARMUP = 4
 
 def adam(params: list, transport: SimTransport, **options: object) -> torch.optim.Optimizer:
     optimizer = onebit.OnebitAdam(params, transport=transport, **options)  # type: ignore[arg-type]
-    optimizer.rule.schedule = DenseSteps("auto", WARMUP, VarianceUpdates(2))  # with refreshes among the steps behind
+    optimizer.rule.schedule = DenseSteps("auto", WARMUP, VarianceUpdates(2), undelayed=0)  # with refreshes
     return optimizer
 
 

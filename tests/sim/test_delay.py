@@ -36,7 +36,7 @@ def late(transport: SimTransport, **options: object) -> tuple[nn.Module, Compres
 
 
 def delayed_oracle(
-    workers: int, dense: Callable[[int], bool], lrs: list[float], *, is_refreshed: bool
+    workers: int, dense: Callable[[int], bool], lrs: list[float], *, is_refreshed: bool, undelayed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """1-bit Adam whose compressed steps move parameters one step later; (x after each step, x once all has landed).
 
@@ -54,9 +54,11 @@ def delayed_oracle(
         ahead = np.zeros_like(x)
         if not dense(step):
             oracle.freeze()
+        is_at_once = dense(step) or step < undelayed
+        if not is_at_once:
             ahead = lrs[step - 1] * beta1 * compress(oracle.update, oracle.blocks, "rms") / (1 - beta1**oracle.t)
         update = oracle.advance(grads)
-        if dense(step):
+        if is_at_once:
             x = x - lr * (update + oracle.weight_decay * x)
         else:
             waiting = lr, update
@@ -97,12 +99,16 @@ def no_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_refresh_lands_the_step_before_and_is_not_delayed(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rule = DenseSteps("auto", warmup=6, refreshes=VarianceUpdates(2))
+@pytest.mark.parametrize("undelayed", [0, 8, 14])
+def test_a_refresh_lands_the_step_before_and_is_not_delayed(
+    world_size: int, undelayed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are the first steps, of whatever kind."""
+    rule = DenseSteps("auto", warmup=6, refreshes=VarianceUpdates(2), undelayed=undelayed)
     assert [step for step in range(STEPS) if rule.is_dense(step)] == [0, 1, 2, 3, 4, 5, 6, 10, 14, 22]
     monkeypatch.setattr("onebit.onebit_adam.DenseSteps", lambda _: rule)
     lrs = [0.02] * STEPS
-    expected, landed = delayed_oracle(world_size, rule.is_dense, lrs, is_refreshed=True)
+    expected, landed = delayed_oracle(world_size, rule.is_dense, lrs, is_refreshed=True, undelayed=undelayed)
     seen, last = run_ranks(world_size, lambda transport: trajectory(transport, lrs))[0]
     differs = np.abs(np.concatenate([seen, last[None]]) - np.concatenate([expected, landed[None]])) > 5e-4
     assert differs.mean(axis=1).max() <= 0.01  # as without delay: a sum that cancels has another sign in float32
