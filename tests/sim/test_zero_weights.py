@@ -35,6 +35,37 @@ def test_what_is_written_is_read_tied_weights_and_buffers_too(tmp_path: Path) ->
     assert int(other.count) == 3 and sorted(p.name for p in tmp_path.iterdir()) == ["model.safetensors"]
 
 
+class Overlapping(nn.Module):
+    """Buffers in one memory: a table, the same again, a part of it, and its bits as integers."""
+
+    def __init__(self, first: float) -> None:
+        super().__init__()
+        table = torch.arange(first, first + 8)
+        self.weight = nn.Parameter(torch.ones(3))
+        for name, x in {"table": table, "same": table, "part": table[2:5], "bits": table.view(torch.int32)}.items():
+            self.register_buffer(name, x)
+
+
+@pytest.mark.parametrize("max_file_bytes", [None, 1 << 20])
+def test_tensors_that_share_memory_are_written_and_read_by_all_their_names(
+    max_file_bytes: int | None, tmp_path: Path
+) -> None:
+    model, other, path = Overlapping(1.0), Overlapping(9.0), tmp_path / "model.safetensors"
+    where = path if max_file_bytes is None else tmp_path
+    export_weights(model, where, SimTransport(), max_file_bytes=max_file_bytes)
+    files = list(tmp_path.glob("*.safetensors"))
+    assert [load_file(file).keys() for file in files] == [{"weight", "table", "part", "bits"}]
+    import_weights(other, where, SimTransport())
+    for name, x in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], x), name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_tied_weights_are_written_once(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    export_weights(Tied(), tmp_path / "model.safetensors", SimTransport(), dtype)
+    assert load_file(tmp_path / "model.safetensors").keys() == {"embed.weight", "count"}
+
+
 def test_dtypes_are_converted_both_ways(tmp_path: Path) -> None:
     model, file = Tied(), tmp_path / "model.safetensors"
     export_weights(model, file, SimTransport(), torch.bfloat16)

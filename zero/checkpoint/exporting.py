@@ -17,7 +17,7 @@ from ...comm.messages import call_of_all, gather_texts, raise_on_all_ranks
 from ...model_parallel import gathered
 from ..grid import Grid
 from .weight_folder import export_folder
-from .weights import check_can_export, error_of_safetensors, write_weights
+from .weights import check_can_export, error_of_safetensors, plain, tied, write_weights
 
 
 def export_weights(
@@ -63,6 +63,8 @@ def _export_file(
     else:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole = cast(dict[str, Tensor], get_model_state_dict(model, options=options))
+        later = {plain(name) for name in tied(model)}
+        whole = {name: x for name, x in whole.items() if name not in later}
     problem = None
     if transport.rank == 0:
         try:
@@ -75,11 +77,11 @@ def _export_file(
 @torch.no_grad()
 def _of_all_stages(model: nn.Module, grid: Grid) -> dict[str, Tensor]:
     """On rank 0 every stage's weights, in host memory; {} elsewhere. A stage sends its weights once."""
-    here, pipe, whole = grid.coordinates, grid.transports["pipe"], {}
+    here, pipe, whole, later = grid.coordinates, grid.transports["pipe"], {}, tied(model)
     is_first = not any(place for axis, place in here.items() if axis != "pipe")
     for name, x in model.state_dict().items():
         all_ranks = gathered(x)
-        if is_first:  # of its stage
+        if is_first and name not in later:  # of its stage
             whole[name] = all_ranks.cpu()
     if not is_first:
         return {}

@@ -21,13 +21,14 @@ _SUMS = "onebit.crc32"  # in the metadata of a file: {name: `sums_of` the tensor
 _PIECE_BYTES = 1 << 20
 
 
-def _once(whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without further names of the same memory, which safetensors refuses to write twice."""
-    first: dict[tuple[object, ...], str] = {}
-    for name, x in whole.items():
-        first.setdefault((x.data_ptr(), x.shape, x.numel() and x.stride()), name)
-    kept = set(first.values())
-    return {name: x.contiguous() for name, x in whole.items() if name in kept or x.numel() == 0}
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, contiguous and in memory apart: safetensors refuses those that overlap. Host memory."""
+    apart, end = {name: x.contiguous() for name, x in tensors.items()}, 0
+    for name, x in sorted(apart.items(), key=lambda item: item[1].data_ptr()):
+        if x.data_ptr() < end:
+            apart[name] = x.clone()
+        end = max(end, x.data_ptr() + x.nbytes)
+    return apart
 
 
 def plain(name: str) -> str:
@@ -36,11 +37,11 @@ def plain(name: str) -> str:
 
 
 def tied(model: nn.Module) -> dict[str, str]:
-    """Names of parameters that have another, earlier name: later -> first."""
+    """Names of parameters and buffers that have another, earlier name: later -> first."""
     first: dict[int, str] = {}
     names = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if (earlier := first.setdefault(id(p), name)) != name:
+    for name, x in model.state_dict(keep_vars=True).items():
+        if (earlier := first.setdefault(id(x), name)) != name:
             names[name] = earlier
     return names
 
@@ -72,7 +73,7 @@ def write_weights(path: Path, tensors: dict[str, Tensor], about: Mapping[str, st
 
     Raises ImportError without safetensors, OSError or SafetensorError if it cannot be written.
     """
-    torch_form, tensors = safetensors_form(), _once(tensors)
+    torch_form, tensors = safetensors_form(), _apart(tensors)
     make_folder(path.parent)
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     os.mkdir(hidden, 0o700)  # safetensors makes the file itself
