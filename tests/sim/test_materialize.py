@@ -82,7 +82,7 @@ def test_initial_values_follow_the_seed_alone() -> None:
     first, same, other = (zero.materialize(on_meta(), "reset_parameters", seed=seed) for seed in (0, 0, 1))
     state = torch.random.get_rng_state()
     assert alike(first, same) and not alike(first, other)
-    zero.materialize(on_meta(), "reset_parameters")
+    assert alike(first, zero.materialize(on_meta(), "reset_parameters"))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert first.rotary.count == 0 and torch.equal(first.rotary.table, net().rotary.table)
 
@@ -281,6 +281,28 @@ class NoWay(nn.Module):
         self.register_buffer("table", torch.ones(2), persistent=persistent)
 
 
+class Around(NoWay):
+    def reset_parameters(
+        self,
+    ) -> None:  # which draws the linear layer's, and is not called for a module without its own
+        self.linear.reset_parameters()
+        self.table.fill_(1.0)
+
+
+class Alone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(2))
+
+    def _reset_parameters(self) -> None:
+        self.table.fill_(1.0)
+
+
+class Kept(Alone):
+    def reset_buffers(self) -> None:
+        self.table.fill_(3.0)
+
+
 class Loose(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -298,6 +320,8 @@ class OwnParameter(nn.Module):
     [
         (lambda: NoWay(False), r"table is a buffer without values, and no file .*NoWay a reset_buffers\(\)"),
         (lambda: NoWay(True), r"table is a buffer without values: give NoWay a reset_buffers\(\)"),
+        (lambda: Around(True), r"table is a buffer without values: give Around a reset_buffers\(\)"),
+        (Alone, r"table is a buffer without values: give Alone a reset_buffers\(\)"),
         (Loose, r"table is a tensor without values that is neither a parameter nor a buffer"),
         (OwnParameter, r"OwnParameter\) has parameters and no reset_parameters\(\)"),
     ],
@@ -307,6 +331,12 @@ def test_values_that_nobody_knows_are_errors(build: Callable[[], nn.Module], mes
         model = nn.Sequential(build())
     with pytest.raises(ValueError, match=message):
         zero.materialize(model, "reset_parameters")
+
+
+def test_a_saved_buffer_is_computed_if_there_are_no_files() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Kept())
+    assert zero.materialize(model, "reset_parameters")[0].table.tolist() == [3.0, 3.0]
 
 
 def test_an_engine_without_values_says_what_to_pass() -> None:

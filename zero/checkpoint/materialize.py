@@ -226,7 +226,8 @@ def _undrawn(model: nn.Module) -> str | None:
                 "one, or pass a folder as weights="
             )
         empty = [key for key, x in module._buffers.items() if x is not None and x.is_meta]
-        if empty and _recomputing(model, module) is None and _drawing(module) is None:
+        # Only a module with parameters is drawn, by a function that is there by now.
+        if empty and not _own(module) and _recomputing(model, module) is None:
             return (
                 f"{name}.{empty[0]} is a buffer without values: give {type(module).__name__} a reset_buffers() that "
                 "computes it, build it on a device, or pass a folder as weights="
