@@ -11,6 +11,7 @@ import logging
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import Mock
 
 import deepspeed_names
 import pytest
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 import onebit.zero as deepspeed
 from onebit import HostAdam, Lamb, Lion, OnebitAdam
 from onebit.comm import SimTransport
+from onebit.zero import initializing
 from onebit.zero.compression.helper import convert_conv1d_to_linear, recursive_getattr
 from onebit.zero.deepspeed.engine import DeepSpeedEngine
 from onebit.zero.deepspeed.initializing import add_config_arguments, check_mpu
@@ -324,6 +326,16 @@ def test_a_table_that_is_renormalised_in_forward_is_refused(
     config = {"train_batch_size": ranks, "zero_optimization": {"stage": stage}}
     with pytest.raises(ValueError, match=r"rank 0: 1 renormalises rows of its table in forward \(max_norm\)"):
         deepspeed.initialize(model=nn.Sequential(nn.Linear(1, 1), nn.Embedding(4, 4, max_norm=1.0)), config=config)
+
+
+def test_a_table_may_be_renormalised_where_replicas_differ_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At stage 0 with local steps: all checks pass, and the grid comes next."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(initializing.grids, "start", Mock(side_effect=NotImplementedError))
+    config = {"train_batch_size": 2, "onebit": {"local_steps": {"every": 4}}, "optimizer": {"type": "AdamW"}}
+    with pytest.raises(NotImplementedError):
+        deepspeed.initialize(model=nn.Embedding(4, 4, max_norm=1.0), config=config)
 
 
 # ---------------------------------------------------------------- modules

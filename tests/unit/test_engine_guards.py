@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from onebit import zero
+from onebit.checkpoint.files import CheckpointError
 
 GAS = 4
 SHARDED = {"zero_optimization": {"stage": 2}}
@@ -55,6 +56,7 @@ def start() -> Iterator[object]:
             "gradient_accumulation_steps": gas,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
             **FORMS[form],
+            **more.pop("config", {}),
         }
         if "scheduler" in more:
             config["scheduler"] = more.pop("scheduler")
@@ -242,6 +244,15 @@ def test_two_losses_of_one_micro_batch_are_not_warned_of(start: object, caplog: 
     assert not caplog.records and engine.global_steps == 4
 
 
+def test_stage_2_across_nodes_clips_as_stage_1(start: object, caplog: pytest.LogCaptureFixture) -> None:
+    config = {**FORMS["across nodes"], "zero_optimization": {"stage": 2}, "gradient_clipping": 0.01}
+    with caplog.at_level(logging.WARNING, logger="onebit"):
+        engine, *_ = start("dense", **{"config": config})
+    assert ["stage 2 across nodes runs as stage 1" in r.getMessage() for r in caplog.records] == [True]
+    step(engine)
+    assert engine.get_global_grad_norm() > 0.01
+
+
 # ---------------------------------------------------------------- weights
 
 
@@ -280,6 +291,17 @@ class Encoder(Net):
         return sum(p.numel() for p in self.parameters())
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_only_a_model_without_anything_to_train_is_warned_of(
+    start: object, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="onebit"):
+        start(form)
+        assert not caplog.records
+        _, optimizer, _ = start(form, Net().requires_grad_(False))
+    assert optimizer is None and "nothing to train" in caplog.records[0].getMessage()
+
+
 def test_a_method_that_meets_shards_names_the_option(start: object) -> None:
     engine, *_ = start("dense, stage 3", Encoder())
     assert engine.size() == 81
@@ -295,6 +317,81 @@ def test_an_epochs_end_is_counted(start: object) -> None:
     assert engine.tput_timer.epoch_count == 1
     with pytest.raises(RuntimeError, match=r"check_overflow\(\) is not here: .*was_step_applied"):
         optimizer.check_overflow(external=True)
+
+
+def test_settings_are_the_files() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "steps_per_print": 7,
+        "wall_clock_breakdown": True,
+        "dump_state": True,
+        "dataloader_drop_last": True,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.9]}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        "fp16": {"enabled": True, "initial_scale_power": 4},
+        "zero_optimization": {"stage": 2, "overlap_comm": False, "offload_optimizer": {"device": "cpu"}},
+        "flops_profiler": {"enabled": True},
+    }
+    engine, *_ = zero.initialize(model=Net(), config=config)
+    expected = {
+        "train_batch_size": 6, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2,
+        "get_batch_info": (6, 3, 2), "gradient_clipping": 0.5, "steps_per_print": 7, "wall_clock_breakdown": True,
+        "dump_state": True, "dataloader_drop_last": True, "optimizer_name": "adamw", "scheduler_name": "WarmupLR",
+        "get_mom": [(0.8, 0.9)], "get_type": [None], "fp16_enabled": True, "bfloat16_enabled": False, "loss_scale": 0,
+        "dynamic_loss_scale": True, "initial_dynamic_scale": 16.0, "torch_autocast_enabled": False,
+        "get_data_types": (torch.float16, torch.float32), "zero_optimization": True, "zero_optimization_stage": 2,
+        "zero_optimization_partition_gradients": True, "zero_optimization_partition_weights": False,
+        "zero_overlap_comm": False, "zero_cpu_offload": True, "zero_nvme_offload_optimizer": False,
+        "zero_partial_offload": 1.0, "zero_gather_16bit_weights_on_model_save": False, "flops_profiler_enabled": True,
+        "elasticity_enabled": False, "pld_enabled": False, "get_pld_theta": None, "random_ltd_enabled": False,
+        "data_efficiency_enabled": False, "curriculum_learning_enabled": False, "curriculum_enabled_legacy": False,
+    }  # fmt: skip
+    assert {name: getattr(engine, name)() for name in expected} == expected
+    assert engine.optimizer_params()["lr"] == 0.01 and engine.scheduler_params()["warmup_num_steps"] == 5
+    engine.close()
+    elastic = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2], "min_gpus": 1, "max_gpus": 4}
+    of_others = {"fp16": {"enabled": True, "loss_scale": 8.0}, "elasticity": {**elastic, "version": 0.1}}
+    engine, *_ = zero.initialize(model=Net(), config={"optimizer": config["optimizer"], **of_others})
+    assert engine.elasticity_enabled() and not engine.dynamic_loss_scale() and engine.loss_scale() == 8.0
+    assert not engine.zero_optimization() and not engine.zero_cpu_offload()
+    engine.close()
+
+
+def test_a_latest_that_is_lost_among_tags_is_an_error(start: object, tmp_path: Path) -> None:
+    engine, *_ = start()
+    engine.save_checkpoint(tmp_path, tag="first")
+    (tmp_path / "latest").write_text("gone")
+    with pytest.raises(CheckpointError, match=r"latest names no checkpoint that exists; .* holds first: name one"):
+        engine.load_checkpoint(tmp_path)
+    assert engine.load_checkpoint(tmp_path, tag="first")[0] == str(next((tmp_path / "first").glob("step_*")))
+
+
+def test_the_mode_is_the_modules(start: object) -> None:
+    engine, *_ = start()
+    assert engine.eval() is engine and not engine.training and not engine.module.training
+    assert engine.train() is engine and engine.training and engine.module.training
+
+
+REFUSED_ARGUMENTS: dict[str, tuple] = {
+    "a sampler": (lambda engine: engine.deepspeed_io([0], data_sampler=[0]), ValueError, "data_sampler= is not"),
+    "parameters": (lambda engine: engine.module_state_dict(keep_vars=True), ValueError, "keep_vars=True: .* copies"),
+    "a function": (lambda engine: engine.load_module_state_dict({}, custom_load_fn=print), ValueError, "custom_load"),
+    "without frozen": (
+        lambda engine: engine.save_16bit_model(".", exclude_frozen_parameters=True), ValueError, "is for save_check",
+    ),
+    "no curriculum": (lambda engine: engine.set_data_post_process_func(print), RuntimeError, "loader of a curriculum"),
+    "another device": (lambda engine: engine.to("cpu:1"), RuntimeError, "on cpu and stays there, asked for cpu:1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED_ARGUMENTS)
+def test_what_is_not_done_is_refused(start: object, case: str) -> None:
+    act, error, text = REFUSED_ARGUMENTS[case]
+    engine, *_ = start()
+    with pytest.raises(error, match=text):
+        act(engine)
 
 
 def test_a_model_that_deepspeed_has_taken_apart_is_refused(start: object) -> None:
