@@ -17,7 +17,7 @@ import onebit
 from onebit import Auto
 from onebit.agreement.replicas import ReplicaError
 from onebit.agreement.step_vote import DesyncError
-from onebit.comm import IdentityCodec, Int8Codec, SignCodec, SimTransport, hierarchical, run_ranks
+from onebit.comm import IdentityCodec, Int8Codec, PeerError, SignCodec, SimTransport, hierarchical, run_ranks
 from onebit.local.intervals import Fixed, interval_of
 from onebit.local.round_vote import weights_of
 from onebit.reference.codecs import compress
@@ -315,6 +315,24 @@ def test_auto_is_the_least_interval_that_the_network_allows() -> None:
     (run,) = run_ranks(1, lambda t: Run(t, every=Auto(least=4, most=6)).train(range(19)))
     assert run.optimizer.interval.chosen == 6  # no network to measure here
     assert interval_of(3) == Fixed(3)
+    for wrong in ({"least": 0}, {"least": 9, "most": 8}, {"share": 0.0}):
+        with pytest.raises(ValueError, match=f"{next(iter(reversed(wrong)))} must be "):
+            Auto(**wrong)
+
+
+def test_a_lost_rank_is_an_error_without_members() -> None:
+    optimizer = onebit.LocalSteps(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))]), transport=SimTransport())
+    with pytest.raises(PeerError, match="it is gone"), optimizer._survives_losses():
+        raise PeerError("it is gone")
+
+
+def test_a_step_that_is_left_out_decays_parameters_that_have_a_gradient_alone() -> None:
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    inner = torch.optim.AdamW(params, lr=0.5, weight_decay=0.5)
+    optimizer = onebit.LocalSteps(inner, every=8, transport=SimTransport())
+    params[0].grad = torch.full((3,), torch.inf)
+    optimizer.step()
+    assert [p.tolist() for p in params] == [[0.75] * 3, [1.0] * 3]
 
 
 @pytest.mark.parametrize("delay", [1, 3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from errors import error_of
@@ -27,7 +27,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, k: int) -> None:
     optimizer.step()
 
 
-def train(wrap: Callable[[nn.Module], nn.Module], at: int, kind: type, **options: object) -> None:
+def train(
+    wrap: Callable[[nn.Module], nn.Module], at: int, kind: Callable[..., torch.optim.Optimizer], **options: object
+) -> None:
     """Five steps; from step `at` on through the wrapper."""
     plain = net()
     optimizer = kind(plain.parameters(), transport=comm.init(), bucket_cap_mb=0.002, **options)
@@ -57,12 +59,17 @@ def fully_sharded(use_orig_params: bool) -> None:
     onebit.OnebitAdam(model.parameters(), transport=comm.init())
 
 
+def local_steps(params: Iterable[nn.Parameter], **options: object) -> onebit.LocalSteps:
+    return onebit.LocalSteps(torch.optim.SGD(params, lr=0.1), every=2, **options)  # type: ignore[arg-type]
+
+
 CASES: dict[str, Callable[[], None]] = {
     "OnebitAdam": lambda: train(DistributedDataParallel, 0, onebit.OnebitAdam),
     "OnebitAdam, overlap=False": lambda: train(DistributedDataParallel, 0, onebit.OnebitAdam, overlap=False),
     "OnebitAdam, clipping": lambda: train(DistributedDataParallel, 0, onebit.OnebitAdam, max_grad_norm=1.0),
     "ZeroOneAdam": lambda: train(Wrapped, 0, onebit.ZeroOneAdam, local_step_clipper=2),
     "OnebitLamb, from step 3 on": lambda: train(DistributedDataParallel, 3, onebit.OnebitLamb),
+    "LocalSteps": lambda: train(DistributedDataParallel, 0, local_steps),
     "stage 0": lambda: train(DistributedDataParallel, 0, zero.ShardedOnebitAdam, stage=0),
     "stage 1": lambda: train(DistributedDataParallel, 0, zero.ShardedOnebitLamb),
     "stage 2": lambda: train(DistributedDataParallel, 0, zero.ShardedOnebitAdam, stage=2),

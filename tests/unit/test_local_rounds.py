@@ -18,6 +18,18 @@ VOTES = [
 ]
 
 
+def test_a_vote_is_read_as_it_was_cast() -> None:
+    names, alone = (
+        ("is_present", "is_finished", "owes", "changes"),
+        RoundVote(8, 4, keeps=(0.5, 1.0), decays=(True,) * 9),
+    )
+    for flags in itertools.product([False, True], repeat=4):
+        vote = replace(alone, **dict(zip(names, flags, strict=True)), synced_at=3, residual_norm=0.25, step_s=2.0)
+        for edit in ("", "something"):
+            cast = replace(vote, edit=edit)
+            assert RoundVote.from_bytes(cast.to_bytes(), 2, 9) == cast
+
+
 def test_all_ranks_come_to_the_same_decisions_whoever_asks() -> None:
     ballots = [Ballot.of(mine, VOTES, 1) for mine in VOTES]
     assert {ballot.mine for ballot in ballots} == set(VOTES)
