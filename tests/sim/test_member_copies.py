@@ -321,8 +321,13 @@ def test_a_newcomer_comes_once_no_less_is_left(monkeypatch: pytest.MonkeyPatch) 
 def test_a_member_that_has_left_gives_no_copy() -> None:
     optimizer, pair = Mock(), Mock(names=("a", "n"))
     optimizer.buckets, optimizer.why_not_repeated.return_value = [], ""
-    giver = copying.Giver(optimizer, Mock(node=None), list)
+    giver, giving = copying.Giver(optimizer, Mock(node=None), list), copying._Giving(optimizer, Mock(), pair, [])
+    giving.thread = Mock()
+    giver._givings.append(giving)  # one that is under way is given up
     giver.stop()
+    last = giving._next()
+    assert last["is_end"] and "has left" in last["why"]
+    giving.is_over = True
     assert "has left" in (giver.answer(pair) or "")
     assert not giver._living()
 
