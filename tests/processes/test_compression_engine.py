@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from compression_cases import GPT_TECHNIQUES, config, gpt
@@ -10,7 +11,11 @@ from compression_ranks import COMPRESSION, STEPS, ds_config, trains
 from ranks import run_torchrun
 
 from onebit import zero
+from onebit.comm import SimTransport
 from onebit.zero.compression import init_compression
+from onebit.zero.feature import Asked
+from onebit.zero.features.compression import Compression
+from onebit.zero.grid import GridShape
 
 WARM = {"freeze_step": 3}
 LOCAL = {"var_freeze_step": 3, "local_step_scaler": 2, "local_step_clipper": 2}
@@ -66,6 +71,10 @@ def test_the_configuration_and_the_model_agree_or_say_so() -> None:
     other = config(row_pruning=GPT_TECHNIQUES["row_pruning"])
     with pytest.raises(ValueError, match="is not the one that init_compression was given"):
         zero.initialize(model=init_compression(gpt(), other), config=given)
-    given["onebit"] = {"tensor": 2}
-    with pytest.raises(ValueError, match=r"cannot be divided|divides layers over 2 ranks, and compression needs whole"):
-        zero.initialize(model=init_compression(gpt(), COMPRESSION), config=given)
+    model, grid = (
+        init_compression(gpt(), COMPRESSION),
+        SimpleNamespace(shape=GridShape((1, 1, 1, 2)), world=SimTransport()),
+    )
+    feature = Compression.of(Asked(zero.read_config(given, world_size=1), model, 0))
+    with pytest.raises(ValueError, match="2 tensor ranks divide layers, and compression needs whole weights"):
+        feature.prepare(model, grid, is_part=False)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from torch import nn
+
 from ..compression.armed import ARMED, armed_in
 from ..compression.config import compression_in
 from ..compression.scheduler import CompressionScheduler, scheduler_of
 from ..feature import Asked, Feature, Training
+from ..grid import Grid
 
 
 class Compression(Feature):
@@ -45,12 +48,14 @@ class Compression(Feature):
                 f"rank {rank}: the configuration's compression_training is not the one that init_compression was "
                 "given; pass both the same"
             )
-        if (config.onebit.tensor or 1) > 1:
-            raise ValueError(
-                f"rank {rank}: onebit.tensor divides layers over {config.onebit.tensor} ranks, and compression needs "
-                "whole weights; leave one of them out"
-            )
         return cls()
+
+    def prepare(self, model: nn.Module, grid: Grid, *, is_part: bool) -> None:
+        if (ranks := grid.shape.size("tensor")) > 1:
+            raise ValueError(
+                f"rank {grid.world.rank}: {ranks} tensor ranks divide layers, and compression needs whole weights; "
+                "leave one of them out"
+            )
 
     def begin(self, engine: Training) -> None:
         is_first = engine.grid.world.rank == 0
