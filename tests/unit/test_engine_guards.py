@@ -368,6 +368,17 @@ def test_a_latest_that_is_lost_among_tags_is_an_error(start: object, tmp_path: P
     assert engine.load_checkpoint(tmp_path, tag="first")[0] == str(next((tmp_path / "first").glob("step_*")))
 
 
+def test_messages_without_a_line_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = zero.PipelineModule([nn.Linear(8, 1)], loss_fn=nn.functional.mse_loss)
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "steps_per_print": None}
+    with caplog.at_level(logging.WARNING, logger="onebit"):
+        engine, *_ = zero.initialize(model=model, config={**config, "comms_logger": {"enabled": True}})
+    assert ["comms_logger has no effect" in r.getMessage() for r in caplog.records] == [True]
+    engine.train_batch(iter([(batch(), torch.zeros(4, 1))]))
+    assert engine.global_steps == 1
+    engine.close()
+
+
 def test_the_mode_is_the_modules(start: object) -> None:
     engine, *_ = start()
     assert engine.eval() is engine and not engine.training and not engine.module.training
