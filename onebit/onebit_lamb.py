@@ -27,7 +27,7 @@ from .onebit_adam import AdamRule
 from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import codec_of_gradients
 from .step.bucket_step import Answer, Decision, Meeting
-from .usage.contract import State, eps_of
+from .usage.contract import State, check_is_number, eps_of
 from .usage.signature import shows_all_options
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Coefficients:
 
     def __post_init__(self) -> None:
         check_trust_options(self.least, self.most)
-        if not 0.0 <= self.beta < 1.0:
+        if not 0.0 <= check_is_number("OnebitLamb", "coeff_beta", self.beta) < 1.0:
             raise ValueError(f"coeff_beta must lie in [0, 1), got {self.beta}")
 
     def trust_ratio(self, weight_norm: Tensor, update_norm: Tensor) -> Tensor:
@@ -61,6 +61,8 @@ class Factors:
     threshold: float
 
     def __post_init__(self) -> None:
+        for name, value in (("max", self.most), ("min", self.least), ("threshold", self.threshold)):
+            check_is_number("OnebitLamb", f"factor_{name}", value)
         if not (0.0 < self.least <= 1.0 <= self.most and self.threshold >= 0.0):
             raise ValueError(
                 "expected 0 < factor_min <= 1 <= factor_max and factor_threshold >= 0, got "

@@ -81,7 +81,7 @@ class ShardedLoader:
         **options: Options of torch's DataLoader (num_workers, collate_fn, pin_memory, ...).
 
     Raises:
-        ValueError: The dataset has fewer elements than there are ranks.
+        ValueError: The dataset has fewer elements than there are ranks, or batch_size is below 1.
         TypeError: It has no length or no items.
     """
 
@@ -102,6 +102,8 @@ class ShardedLoader:
         self._shuffle, self._drop_last, self._options = shuffle, drop_last, options
         self.epoch = self.batches_done = 0
         self._first = 0  # first element of this epoch's shares; not 0 if a world with other batches has read a part
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if (n := size_of(dataset)) < world_size:
             raise ValueError(f"the dataset has {n} elements for {world_size} ranks; each needs at least one")
 

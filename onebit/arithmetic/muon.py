@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import torch_versions
+from ..usage.contract import check_is_number
 from .schedule import at_least_one
 
 # The odd quintic a·x + b·x³ + c·x⁵, chosen by Jordan for the steepest slope at 0 that keeps singular values near 1.
@@ -87,7 +88,7 @@ def adjustment(shape: Sequence[int], how: str) -> float:
 
 def check_rule(momentum: float, ns_steps: int, adjust_lr: str) -> None:
     """Raise TypeError or ValueError if an option of Muon's has the wrong type, or is out of its range."""
-    if not 0.0 <= momentum < 1.0:
+    if not 0.0 <= check_is_number("Muon", "momentum", momentum) < 1.0:
         raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
     at_least_one("ns_steps", ns_steps)
     if adjust_lr not in ADJUSTMENTS:

@@ -39,7 +39,7 @@ from ..layout.flat import Layout, lay_out
 from ..layout.masters import Masters
 from ..model_parallel import local
 from ..step.driver import StepState, moved
-from ..usage.contract import State
+from ..usage.contract import State, check_is_number
 from ..usage.frozen import check_place, gradient_of
 
 
@@ -53,9 +53,9 @@ class OuterStep:
 
     def __post_init__(self) -> None:
         for name, value, most in (("outer_lr", self.lr, 10.0), ("error_decay", self.error_decay, 1.0)):
-            if not 0.0 < value <= most:
+            if not 0.0 < check_is_number("LocalSteps", name, value) <= most:
                 raise ValueError(f"{name} must be above 0 and at most {most:g}, got {value}")
-        if not 0.0 <= self.momentum < 1.0:
+        if not 0.0 <= check_is_number("LocalSteps", "outer_momentum", self.momentum) < 1.0:
             raise ValueError(f"outer_momentum must lie in [0, 1), got {self.momentum}")
 
     @property

@@ -10,6 +10,7 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypedDict
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -201,14 +202,14 @@ def check_is_number(where: str, key: str, value: object) -> float:
 
 
 def check_is_switch(where: str, key: str, value: object) -> None:
-    """Raise TypeError unless the value is True or False, or 1 or 0: "no" would count as True.
+    """Raise TypeError unless the value is True or False, NumPy's as well, or 1 or 0: "no" would count as True.
 
     Args:
         where: Beginning of the message.
         key: Name of the value.
         value: The value.
     """
-    if not isinstance(value, int) or value not in (0, 1):
+    if not isinstance(value, int | numpy.bool_) or value not in (0, 1):
         raise TypeError(f"{where}: {key} must be True or False, got {value!r}")
 
 

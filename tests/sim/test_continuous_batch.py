@@ -269,6 +269,8 @@ def over_ranks(engine: InferenceEngine, asked: list[Tensor]) -> tuple[list[Tenso
     batch.cancel(requests[3])
     found = answers(batch, requests)
     batch.close()
+    with pytest.raises(RuntimeError, match="create another ContinuousBatch"):
+        batch.add(asked[0], max_new_tokens=9)
     return found, requests
 
 

@@ -505,6 +505,9 @@ def test_wrong_uses_are_refused_with_the_remedy() -> None:
             make(every=8, fragments=3)
         with pytest.raises(ValueError, match="outer_momentum"):
             make(outer_momentum=1.0)
+        for name in ("outer_lr", "outer_momentum", "error_decay"):
+            with pytest.raises(TypeError, match=f"LocalSteps: {name} must be a number, got None"):
+                make(**{name: None})
         with pytest.raises(TypeError, match=r"pass its SGD alone, .*\"local_steps\": .*without the engine"):
             check_optimizer(make())
         with pytest.raises(ValueError, match="this optimizer is local steps around SGD"):

@@ -144,6 +144,12 @@ def test_bad_options_are_refused(options: dict, message: str) -> None:
         onebit.OnebitLamb([nn.Parameter(torch.ones(3))], transport=SimTransport(), **options)
 
 
+@pytest.mark.parametrize("name", ["max_coeff", "coeff_beta", "factor_min", "factor_max", "factor_threshold"])
+def test_options_without_a_number_are_named(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a number, got None"):
+        onebit.OnebitLamb([nn.Parameter(torch.ones(3))], transport=SimTransport(), **{name: None})
+
+
 def test_lamb_refuses_sparse_gradients_and_leaves_missing_ones_alone() -> None:
     table, other = nn.Embedding(4, 8, sparse=True), nn.Parameter(torch.ones(3))
     optimizer = onebit.Lamb([*table.parameters(), other])

@@ -8,6 +8,7 @@ import math
 import pickle
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -173,6 +174,7 @@ def test_strings_for_numbers_types_and_codecs_are_named_in_the_error(name: str) 
             make(name, parameters(), **{key: "1"})
     with pytest.raises(TypeError, match=f"{name}: overlap must be True or False, got 'no'"):
         make(name, parameters(), overlap="no")
+    make(name, parameters(), overlap=numpy.bool_(True))
     if "Sharded" in name:
         with pytest.raises(TypeError, match="block must be a whole number, a positive multiple of 64, got '256'"):
             make(name, parameters(), block="256")

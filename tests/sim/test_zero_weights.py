@@ -73,6 +73,10 @@ def test_dtypes_are_converted_both_ways(tmp_path: Path) -> None:
     other = Tied()
     import_weights(other, file, SimTransport())
     assert torch.equal(other.embed.weight, model.embed.weight.bfloat16().float())
+    with pytest.raises(
+        TypeError, match=r"floating-point dtype, as torch.bfloat16, got torch.int8; .*export_compressed"
+    ):
+        export_weights(model, file, SimTransport(), torch.int8)
 
 
 def test_another_model_or_a_damaged_file_changes_nothing(tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ def test_the_first_files_count_batches() -> None:
 def test_too_little_data_is_refused() -> None:
     with pytest.raises(ValueError, match="2 elements for 3 ranks"):
         loader(2, 1, 0, 3)
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        loader(2, 0)
     with pytest.raises(ValueError, match="no batch of 9"):
         next(forever(loader(8, 9, drop_last=True)))
 

@@ -45,9 +45,15 @@ def export_weights(
 
     Raises:
         ImportError: safetensors is not installed.
+        TypeError: dtype is not a floating-point dtype of torch.
         OSError: The file cannot be written. On all ranks; an older file is unchanged.
     """
     check_can_export()
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(
+            f"rank {transport.rank}: dtype must be a floating-point dtype, as torch.bfloat16, got {dtype!r}; packed "
+            "integers are written by onebit.zero.compression's export_compressed"
+        )
     with call_of_all(transport, "export_weights()"):
         if max_file_bytes is not None:
             export_folder(model, Path(file), transport, dtype, grid=grid, max_file_bytes=max_file_bytes)

@@ -185,6 +185,7 @@ class ContinuousBatch:
         engine.check([torch.zeros(1, dtype=torch.int64, device="cpu")], 1)
         self.engine, self.rows = engine, rows
         self.waiting: deque[Request] = deque()
+        self._is_closed = False
         nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
         parts = torch.arange(rows, device="cpu").tensor_split(min(engine.ranks.stages, rows))
         self._groups = [Group(int(part[0]), [FreeRow(row, nothing) for row in part.tolist()]) for part in parts]
@@ -221,7 +222,10 @@ class ContinuousBatch:
             ValueError: The prompt with its answer does not fit into a row, a token is none of the vocabulary, or an
                 option is not supported.
             TypeError: The prompt is no sequence of integers, or an option is unknown.
+            RuntimeError: The batch is closed.
         """
+        if self._is_closed:
+            raise RuntimeError("this batch is closed; create another ContinuousBatch for further requests")
         engine, inputs = self.engine, None
         # clone: the caller may write to its own tensor, and the row would be taken for another prompt's.
         row = rows_of([prompt], None)[0].clone()
@@ -290,6 +294,7 @@ class ContinuousBatch:
         self._drain()
         self._order(Order(END))
         self.engine.ranks.flush()
+        self._is_closed = True
 
     # ---------------------------------------------------------------- one step
 
