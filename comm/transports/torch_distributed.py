@@ -52,8 +52,9 @@ class _Past:
     held: tensors to which operations may still write that failed, or that nobody waits for: they stay as long as the
     group, .27 bytes per parameter of each optimizer that is dropped with a step under way. failure: the first
     operation that failed. missing: the ranks to blame for it. late_s: seconds without a launch before the operations in
-    flight, if longer than the timeout of the others. is_ours: `init` made the group, and the last of the `open`
-    transports that is closed destroys it. spare: groups of closed parts by their global ranks and timeout, to be used
+    flight, if longer than the timeout of the others. is_ours: `init` made the group, and the last of its open
+    transports to be closed destroys it. open: how many these are; one that is dropped counts until the process ends, as
+    ranks may drop it at different times. spare: groups of closed parts by their global ranks and timeout, to be used
     again: torch gives the next group of the same ranks the name of a destroyed one, and finds old addresses by it.
     """
 
@@ -62,7 +63,7 @@ class _Past:
     missing: tuple[int, ...] = ()
     late_s: float = 0.0
     is_ours: bool = False
-    open: weakref.WeakSet[TorchTransport] = field(default_factory=weakref.WeakSet)
+    open: int = 0
     spare: collections.defaultdict[tuple[tuple[int, ...], timedelta], list[weakref.ref[dist.ProcessGroup]]] = field(
         default_factory=lambda: collections.defaultdict(list)
     )
@@ -148,7 +149,7 @@ class TorchTransport(NetworkedTransport):
         self._board: _Board | None = None
         if whole is None:
             self._past.is_ours |= owns_group
-            self._past.open.add(self)
+            self._past.open += 1
         if whole is not None:
             self._board, self._store_host = whole._board, whole._store_host
         elif self._backends.get("cpu") == "gloo" and finds_cause:
@@ -289,7 +290,7 @@ class TorchTransport(NetworkedTransport):
 
     def end(self) -> None:
         """Close it, and with it the group that `init` made, although other transports of it are open. At exit."""
-        self._past.open.clear()
+        self._past.open = 1
         self._is_closed &= self._group() is None  # the group of a closed one waits for the others
         self.close()
 
@@ -297,7 +298,7 @@ class TorchTransport(NetworkedTransport):
         # Destroying without a barrier, or not at all, ended in SIGABRT in 3 of 14 and 2 of 5 runs (Gloo, torch 2.13).
         # A broken NCCL communicator may block in destroy; the process ends without it.
         can_end = not self.has_failed or "gloo" in self._backends.values()
-        self._past.open.discard(self)
+        self._past.open -= not self._is_part
         is_last = self._past.is_ours and not (self._past.open or self._is_part)
         if is_last and self._group() is not None and dist.is_initialized() and can_end:
             dist.destroy_process_group(self.group)

@@ -338,9 +338,14 @@ def test_a_group_that_the_script_destroys_is_gone(makes_group: bool) -> None:
 @pytest.mark.timeout(60)
 def test_the_last_of_a_groups_transports_ends_it() -> None:
     """Whichever is closed first; and a script's end, if one of them is not closed."""
-    for first_ends, second_closes, is_left in ((True, True, False), (True, False, True), (False, True, True)):
+    for first_ends, second_ends, is_left in (
+        (True, "by close()", False),
+        (False, "by close()", True),
+        (True, "with the process", True),
+        (True, "on odd ranks", True),
+    ):
         ended = run_torchrun(
-            3, transport_ranks.lives_of_one_group, first_ends, second_closes, timeout_s=50, as_python_ends=True
+            3, transport_ranks.lives_of_one_group, first_ends, second_ends, timeout_s=50, as_python_ends=True
         )
         assert ended.check().results == ([is_left, is_left],) * 3
         assert "at exit" not in ended.output

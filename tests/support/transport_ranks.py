@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import gc
 import io
 import logging
 import os
@@ -452,17 +453,25 @@ def _trained(net: torch.nn.Module, optimizer: onebit.OnebitAdam | None = None) -
     return optimizer
 
 
-def lives_of_one_group(first_ends: bool, second_closes: bool) -> list[bool]:
+def lives_of_one_group(first_ends: bool, second_ends: str) -> list[bool]:
     """Two optimizers; the one that made the group is closed before the other's last steps.
 
+    second_ends: "by close()", "with the process", or "on odd ranks": it is dropped there, and a third one follows.
     Whether the group, and threads of Gloo, are there after that.
     """
     nets = [torch.nn.Linear(16, 16) for _ in range(2)]
     optimizers = [_trained(net) for net in nets]
+    rank = optimizers[0].transport.rank
+    if second_ends == "on odd ranks" and rank % 2:
+        optimizers.pop()
+        gc.collect()
     if first_ends:
         optimizers[0].transport.close()
-    _trained(nets[1], optimizers[1])
-    if second_closes:
+    if second_ends == "on odd ranks":
+        _trained(nets[0])
+    else:
+        _trained(nets[1], optimizers[1])
+    if second_ends == "by close()":
         optimizers[1].transport.close()
     return [dist.is_initialized(), bool(_gloos_threads())]
 
