@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -513,6 +514,24 @@ def test_truncation_cuts_all_that_runs_along_the_sequence() -> None:
     assert truncate(batch, 6) is batch and truncate(batch, 9) is batch
     embedded = torch.randn(2, 6, 6)  # features as many as tokens: they stay
     assert truncate(embedded, 4).shape == (2, 4, 6) and truncate(torch.ones(2, 6, 6).bool(), 4).shape == (2, 4, 4)
+
+
+@dataclass
+class TextBatch:
+    """A batch as a user's `collate_fn` may make it."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor | None = None
+    source: str = "web"
+
+
+def test_a_batch_may_be_a_dataclass() -> None:
+    x = torch.arange(12).view(2, 6)
+    whole = TextBatch(x, x + 1)
+    cut, folded = truncate(whole, 4), reshape([whole], 3)[0]
+    assert cut.input_ids.equal(x[:, :4]) and cut.labels is not None and cut.labels.equal(x[:, :4] + 1)
+    assert folded.input_ids.equal(x.view(4, 3)) and folded.source == cut.source == "web"
+    assert whole.input_ids is x and truncate(whole, 6) is whole
 
 
 def test_reshaping_keeps_all_tokens() -> None:

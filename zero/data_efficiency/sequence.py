@@ -8,7 +8,8 @@ Source: arXiv 2212.03597, section 3.1: truncation-based and reshape-based curric
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
@@ -20,15 +21,23 @@ def length_of(batch: object) -> int | None:
     """The batch's sequence length: the second dimension of the first tensor that has one; None if none has."""
     if isinstance(batch, Tensor):
         return batch.shape[1] if batch.dim() > 1 else None
-    inside = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((n for n in map(length_of, inside) if n is not None), None)
+    return next((n for n in map(length_of, _inside(batch)) if n is not None), None)
+
+
+def _inside(batch: object) -> Iterable[object]:
+    if isinstance(batch, Mapping):
+        return batch.values()
+    if is_dataclass(batch):
+        return [getattr(batch, f.name) for f in fields(batch)]
+    return batch if isinstance(batch, list | tuple) else ()
 
 
 def truncate(batch: T, length: int) -> T:
     """Keep the first `length` tokens of every sequence.
 
     Args:
-        batch: Tensors, nested in tuples, lists and dicts. The first one with two dimensions gives the sequence length.
+        batch: Tensors, nested in tuples, lists, dicts and dataclasses. The first one with two dimensions gives the
+            sequence length.
         length: Tokens to keep.
 
     Returns:
@@ -44,7 +53,8 @@ def reshape(batch: T, length: int) -> T:
     """Cut every sequence into several of `length` tokens, which become rows of the batch. A remainder is dropped.
 
     Args:
-        batch: Tensors, nested in tuples, lists and dicts. The first one with two dimensions gives the sequence length.
+        batch: Tensors, nested in tuples, lists, dicts and dataclasses. The first one with two dimensions gives the
+            sequence length.
         length: Tokens of the new sequences.
 
     Returns:
@@ -64,8 +74,7 @@ def _rows_of(batch: object) -> int:
     """The number of rows of the tensor whose length `length_of` gives."""
     if isinstance(batch, Tensor):
         return batch.shape[0]
-    inside = batch.values() if isinstance(batch, Mapping) else cast("list[object]", batch)
-    return next(_rows_of(value) for value in inside if length_of(value) is not None)
+    return next(_rows_of(value) for value in _inside(batch) if length_of(value) is not None)
 
 
 def _cut(x: Tensor, whole: int, length: int) -> Tensor:
@@ -95,11 +104,13 @@ def _fold(x: Tensor, rows: int, whole: int, length: int) -> Tensor:
 
 
 def _mapped(value: object, change: Callable[[Tensor], Tensor]) -> object:
-    """Apply `change` to every tensor within nested tuples, lists and dicts."""
+    """Apply `change` to every tensor within nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
         return type(value)({key: _mapped(inner, change) for key, inner in value.items()})  # type: ignore[call-arg]
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _mapped(getattr(value, f.name), change) for f in fields(value) if f.init})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return cast("type[Any]", type(value))(*(_mapped(inner, change) for inner in value))
     if isinstance(value, list | tuple):
