@@ -384,6 +384,8 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         return self._take_step_once(scale) if self._members is None else self._take_step_of(self._members, scale)
 
     def _take_step_once(self, scale: float) -> Sequence[str] | None:
+        if self._driver.is_broken and not self.delay:
+            self._forget_step()  # it is sent again
         self._settle_masters()
         is_first, landed = self._delayed.step is None, self._land()
         try:

@@ -129,6 +129,7 @@ class Driver(Generic[B]):
         channel: The driver's channel.
         tasks: The buckets that have begun their step, in order.
         due: The buckets whose next phases are the next operations to launch.
+        is_broken: Whether an exception has ended a bucket's step before its meeting; `skip` mends it.
     """
 
     def __init__(self, transport: Transport, phases: int, *, on_comm_stream: bool = True):
@@ -137,6 +138,7 @@ class Driver(Generic[B]):
         self.channel = transport.new_channel()
         self.tasks: list[BucketTask[B]] = []
         self.due: deque[BucketTask[B]] = deque()
+        self.is_broken = False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._sending_from: torch.device | None = None
 
@@ -168,10 +170,10 @@ class Driver(Generic[B]):
         self.state = moved(self.state, "launch")
         self.settle()
         if is_alone:
-            with self.channel():
+            with self.channel(), self._advancing():
                 self.tasks.append(BucketTask(bucket, step))
             return
-        with self._sending(bucket.device):
+        with self._sending(bucket.device), self._advancing():
             self.tasks.append(BucketTask(bucket, step))
             self.due.extend(reversed(self.tasks[-self._phases : -1]))
             self.catch_up()
@@ -212,9 +214,10 @@ class Driver(Generic[B]):
             self._launch_due()
 
     def _launch_due(self) -> None:
-        task = self.due.popleft()
-        with self._sending(task.bucket.device):
-            task.exchange.advance()
+        with self._advancing():
+            task = self.due.popleft()
+            with self._sending(task.bucket.device):
+                task.exchange.advance()
 
     def suspend(self) -> None:
         """Suspend the step: every bucket was launched, and is exchanged while the next step computes."""
@@ -262,7 +265,7 @@ class Driver(Generic[B]):
     def _wait(self) -> None:
         self.settle()
         devices = {task.bucket.device for task in self.tasks}
-        with ExitStack() as streams:
+        with self._advancing(), ExitStack() as streams:
             for device in devices:
                 streams.enter_context(self._sending(device))
             comm.wait_all([task.exchange for task in self.tasks])
@@ -311,6 +314,16 @@ class Driver(Generic[B]):
             task.close()
         self.tasks = []
         self.due.clear()
+        self.is_broken = False
+
+    @contextmanager
+    def _advancing(self) -> Iterator[None]:
+        """In this block buckets' generators run. An exception ends them for good: Ctrl-C, or no memory."""
+        try:
+            yield
+        except BaseException:
+            self.is_broken = True
+            raise
 
     @contextmanager
     def _sending(self, device: torch.device) -> Iterator[None]:

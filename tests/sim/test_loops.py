@@ -91,6 +91,58 @@ def test_in_one_process_too(between: Between) -> None:
     )
 
 
+class Interruptible(SimTransport):
+    """A SimTransport with a user who presses Ctrl-C as a given operation begins."""
+
+    countdown = 0
+
+    def _count(self) -> None:
+        self.countdown -= 1
+        if self.countdown == 0:
+            raise KeyboardInterrupt
+
+    def all_to_all(self, out_WB: Tensor, in_WB: Tensor):
+        self._count()
+        return super().all_to_all(out_WB, in_WB)
+
+    def all_gather(self, out_WB: Tensor, in_B: Tensor):
+        self._count()
+        return super().all_gather(out_WB, in_B)
+
+
+@pytest.mark.parametrize("at", [2, 7])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("kind", [*FAMILY, "sharded"])
+def test_a_step_that_is_interrupted_can_be_repeated(kind: str, overlap: bool, at: int) -> None:
+    """As in a notebook: its cell is run again, with the same batch. Nothing is written before a step is decided on."""
+
+    def trained(operation: int) -> Tensor | None:
+        """The weights; None if no step was interrupted, or the step had been decided on."""
+        transport, net, is_interrupted, step = Interruptible(), model(), False, 0
+        options = {"bucket_cap_mb": 0.004, "overlap": overlap}
+        if kind in FAMILY:
+            optimizer = make(kind, net, transport, **options)
+        else:
+            optimizer = SHARDED[kind](net.parameters(), transport=transport, warmup_steps=3, **options)
+        while step < 9:
+            transport.countdown = operation if step == at and not is_interrupted else 0
+            optimizer.zero_grad()
+            try:
+                loss_of(net, step, 0).backward()
+                optimizer.step()
+                step += 1
+            except KeyboardInterrupt:
+                is_interrupted = True
+                if optimizer.steps_taken() > step:
+                    return None
+        return flat(net) if is_interrupted or operation == 0 else None
+
+    expected = trained(0)
+    found = [weights for operation in range(1, 7) if (weights := trained(operation)) is not None]
+    assert found
+    assert all(torch.equal(weights, expected) for weights in found)
+
+
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"overlap": False}], ids=str)
 def test_the_loop_of_a_gan(options: dict) -> None:
     """Two backward passes of D, its step, G's pass through D: no step of D is sent twice after the first."""

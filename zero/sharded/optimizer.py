@@ -351,6 +351,8 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         if self.placement.config.stage == 2:
             self._step_launched(scale)
         else:
+            if self._driver.is_broken:
+                self._forget_step()  # it is sent again
             resends = self.overlap.has_changed(scale)
             if not self._goes_up_early() or not self._step_early(scale, resends):
                 self._step_whole(scale)
