@@ -54,7 +54,7 @@ class _Past:
     operation that failed. missing: the ranks to blame for it. late_s: seconds without a launch before the operations in
     flight, if longer than the timeout of the others. is_ours: `init` made the group, and the last of its open
     transports to be closed destroys it. open: how many these are; one that is dropped counts until the process ends, as
-    ranks may drop it at different times. spare: groups of closed parts by their global ranks and timeout, to be used
+    ranks may drop it at different times. spare: groups of closed parts by their global ranks, to be used
     again: torch gives the next group of the same ranks the name of a destroyed one, and finds old addresses by it.
     """
 
@@ -64,7 +64,7 @@ class _Past:
     late_s: float = 0.0
     is_ours: bool = False
     open: int = 0
-    spare: collections.defaultdict[tuple[tuple[int, ...], timedelta], list[weakref.ref[dist.ProcessGroup]]] = field(
+    spare: collections.defaultdict[tuple[int, ...], list[weakref.ref[dist.ProcessGroup]]] = field(
         default_factory=lambda: collections.defaultdict(list)
     )
     _last: float = field(default_factory=time.monotonic)
@@ -263,13 +263,14 @@ class TorchTransport(NetworkedTransport):
             else:
                 everywhere = dist.get_process_group_ranks(self.group)
                 members = tuple(everywhere[rank] for rank in ranks)
-                spare = self._past.spare[members, timeout]
+                spare = self._past.spare[members]
                 group = (spare.pop()() if spare else None) or dist.new_group(
                     list(members),
                     timeout=timeout,
                     backend=dist.get_backend(self.group),
                     use_local_synchronization=True,  # others of the default group need not call
                 )
+                dist.distributed_c10d._set_pg_timeout(timeout, group)  # of one that is used again
         except RuntimeError as error:
             raise self._collective_error(operation, (), error) from error
         part = TorchTransport(group, self.timeout_s, whole=self, finds_cause=self._finds_cause, store=store)

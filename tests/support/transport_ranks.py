@@ -477,11 +477,15 @@ def lives_of_one_group(first_ends: bool, second_ends: str) -> list[bool]:
 
 
 def closed_parts_of_a_scripts_group() -> list[int]:
-    """Open files after each of four transports with two parts of the same ranks; both parts sum right."""
+    """Open files after each of four transports with two parts of the same ranks; both parts sum right.
+
+    Rank 1 waits longer for the last ones.
+    """
     dist.init_process_group("gloo")
     opened = []
-    for _ in range(4):
+    for life in range(4):
         transport = onebit.comm.init(timeout_s=20.0, levels=1)
+        transport.timeout_s += transport.rank * (life == 3)
         parts = [transport.split(range(transport.world_size)) for _ in range(2)]
         for k, part in enumerate(parts):
             x = torch.full((5,), float(k))
