@@ -52,9 +52,9 @@ class _Past:
     held: tensors to which operations may still write that failed, or that nobody waits for: they stay as long as the
     group, .27 bytes per parameter of each optimizer that is dropped with a step under way. failure: the first
     operation that failed. missing: the ranks to blame for it. late_s: seconds without a launch before the operations in
-    flight, if longer than the timeout of the others. is_ours: `init` made the group, and the last of its open
-    transports to be closed destroys it. open: how many these are; one that is dropped counts until the process ends, as
-    ranks may drop it at different times. spare: groups of closed parts by their global ranks, to be used
+    flight, if longer than the timeout of the others. is_ours: `init` made the group, and it has not ended: the last of
+    its open transports to be closed destroys it. open: how many these are; one that is dropped counts until the process
+    ends, as ranks may drop it at different times. spare: groups of closed parts by their global ranks, to be used
     again: torch gives the next group of the same ranks the name of a destroyed one, and finds old addresses by it.
     """
 
@@ -279,9 +279,9 @@ class TorchTransport(NetworkedTransport):
 
     def abandon(self, why: str = "") -> None:
         """See `Transport`."""
-        if self._is_closed:
+        if self._is_closed and not self._ends_group:
             return
-        self._is_closed = True
+        self._is_closed, self._past.open = True, 1
         if why and self._board is not None and not (self._is_part or self.has_failed):
             last = self._launched[-1] if self._launched else Operation("start", 0)
             self._board.leave(Note(self.group.group_name, last, tuple(self._launched), ended=why))
@@ -289,10 +289,15 @@ class TorchTransport(NetworkedTransport):
             self._board.linger()
         self._release()
 
+    @property
+    def _ends_group(self) -> bool:
+        """Whether the group that `init` made is there, and this is no part of it. It outlives the first ones closed."""
+        return self._past.is_ours and not self._is_part
+
     def end(self) -> None:
         """Close it, and with it the group that `init` made, although other transports of it are open. At exit."""
         self._past.open = 1
-        self._is_closed &= self._group() is None  # the group of a closed one waits for the others
+        self._is_closed &= not self._ends_group  # the group of a closed one waits for the others
         self.close()
 
     def _release(self) -> None:
@@ -300,12 +305,16 @@ class TorchTransport(NetworkedTransport):
         # A broken NCCL communicator may block in destroy; the process ends without it.
         can_end = not self.has_failed or "gloo" in self._backends.values()
         self._past.open -= not self._is_part
-        is_last = self._past.is_ours and not (self._past.open or self._is_part)
-        if is_last and self._group() is not None and dist.is_initialized() and can_end:
-            dist.destroy_process_group(self.group)
+        if self._ends_group and not self._past.open:
+            self._past.is_ours = False
+            # A reference to a group that the script has destroyed may have kept it in memory.
+            if can_end and self._group() is dist.group.WORLD is not None:
+                dist.destroy_process_group(self.group)
         if self._spare is not None and not self.has_failed:
             self._spare.append(self._group)
-        self._board = self._own_group = None
+        if not self._ends_group:  # else an error that ends this rank would be told to no other
+            self._board = None
+        self._own_group = None
 
     def _barrier(self, operation: Operation) -> None:
         if self._group() is None:  # the script has destroyed it

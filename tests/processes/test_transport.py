@@ -352,6 +352,23 @@ def test_the_last_of_a_groups_transports_ends_it() -> None:
 
 
 @pytest.mark.timeout(60)
+def test_a_reference_to_an_ended_group_does_no_harm() -> None:
+    """At the script's end, where rank 0 would wait for the others once more."""
+    ended = run_torchrun(2, transport_ranks.group_kept_by_a_reference, timeout_s=50, as_python_ends=True)
+    assert ended.check().results == (True, True)
+    assert "atexit" not in ended.output and "at exit" not in ended.output
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("closes", [False, True])
+def test_an_error_reaches_ranks_with_further_transports_of_the_group(closes: bool) -> None:
+    """At once, although the transport that made the group is closed."""
+    ended = run_torchrun(2, transport_ranks.error_beside_a_closed_transport, closes, timeout_s=50, as_python_ends=True)
+    assert ended.results[0] is not None and ended.results[0] < 5.0
+    assert "atexit" not in ended.output, ended.output
+
+
+@pytest.mark.timeout(60)
 def test_closed_transports_leave_no_files_open() -> None:
     """Of a process group that the script has made, and keeps."""
     for opened in run_torchrun(2, transport_ranks.closed_parts_of_a_scripts_group, timeout_s=50).check().results:

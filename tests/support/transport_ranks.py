@@ -476,6 +476,29 @@ def lives_of_one_group(first_ends: bool, second_ends: str) -> list[bool]:
     return [dist.is_initialized(), bool(_gloos_threads())]
 
 
+def group_kept_by_a_reference() -> bool:
+    """Rank 0 keeps a reference to the process group until Python ends. Whether it ended with its transport."""
+    optimizer = _trained(torch.nn.Linear(16, 16))
+    if optimizer.transport.rank == 0:
+        atexit.register(id, dist.group.WORLD)
+    optimizer.transport.close()
+    return not dist.is_initialized()
+
+
+def error_beside_a_closed_transport(closes: bool) -> float:
+    """Rank 1 ends on an error with two optimizers, of which the first may be closed. Seconds until rank 0 knows."""
+    nets = [torch.nn.Linear(16, 16) for _ in range(2)]
+    optimizers = [_trained(net) for net in nets]
+    if closes:
+        optimizers[0].transport.close()
+    if optimizers[0].transport.rank == 1:
+        raise ArithmeticError("of rank 1")
+    start = time.monotonic()
+    with suppress(PeerError):
+        _trained(nets[1], optimizers[1])
+    return time.monotonic() - start
+
+
 def closed_parts_of_a_scripts_group() -> list[int]:
     """Open files after each of four transports with two parts of the same ranks; both parts sum right.
 
