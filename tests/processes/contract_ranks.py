@@ -108,7 +108,7 @@ def same_everywhere(engine: zero.DeepSpeedEngine) -> bool:
 
 
 def on_four(folder: str) -> dict[str, dict]:
-    """Two nodes of two: train, resume, meet a bad batch, go on where one node has all four."""
+    """Two nodes of two: train, resume at the start and later, meet a bad batch, go on where one node has all four."""
     world = init("gloo", levels=1)
     facts: dict[str, dict] = {}
     for form in FORMS:
@@ -116,6 +116,9 @@ def on_four(folder: str) -> dict[str, dict]:
         config = config_of(form.example, f"{place} files", 2, gradient_clipping=1.0)
         whole, first, second = start(config), start(config), start(config)
         losses = train(whole, FIRST + MORE)
+        first.load_checkpoint(place)  # there is none
+        first.save_checkpoint(place)
+        first.load_checkpoint(place)  # of step 0
         train(first, FIRST)
         first.save_checkpoint(place)
         second.load_checkpoint(place)

@@ -84,6 +84,14 @@ def step(engine: zero.Engine, k: int = 0) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_a_folder_without_checkpoints_leaves_the_optimizer_as_it_was(start: object, form: str, tmp_path: Path) -> None:
+    engine, optimizer, _ = start(form)
+    before = {key: len(entry) for key, entry in optimizer.state_dict()["state"].items()}
+    assert engine.load_checkpoint(tmp_path) == (None, None)
+    assert {key: len(entry) for key, entry in optimizer.state_dict()["state"].items()} == before
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_step_of_the_optimizer_past_the_engine_is_refused(start: object, form: str) -> None:
     engine, optimizer, _ = start(form)
     step(engine)

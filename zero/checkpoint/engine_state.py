@@ -129,6 +129,9 @@ def save(
 
 def load(engine: Saved, checkpoints: Checkpoints, tag: str | None, contents: Contents) -> tuple[str | None, object]:
     """See `Engine.load_checkpoint`. All ranks."""
+    name = checkpoints.find(tag)
+    if name is None:
+        return None, None  # before the optimizer begins a state to read into
     if not contents.optimizer:
         engine.synchronise()  # else the residuals of differing replicas would belong to weights that are gone
     else:
@@ -152,9 +155,8 @@ def load(engine: Saved, checkpoints: Checkpoints, tag: str | None, contents: Con
             return not contents.optimizer
         return not contents.strict or (name in frozen and bool(found.stamp.get("without_frozen")))
 
-    loaded = checkpoints.load(tensors, tag, check=check, may_lack=may_lack)
-    if loaded is None:
-        return None, None
+    loaded = checkpoints.load(tensors, name, check=check, may_lack=may_lack)
+    assert loaded is not None
     # If the slices of one rank differ, all ranks recut: all replicas then take the mean of the residuals.
     is_recut = any(said != b"\0" for said in gather_bytes(engine.grid.world, bytes([bool(recutting)])))
 

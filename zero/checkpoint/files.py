@@ -159,6 +159,11 @@ class Checkpoints(Checkpointing):
         if pending is not None:  # the same on all ranks
             self.together(pending.result, hint=lambda: AS_BEFORE)
 
+    def find(self, tag: str | None = None) -> str | None:
+        """The name of the checkpoint that `load` reads, or None if there is none yet. All ranks."""
+        self.wait()
+        return self._find(tag)
+
     def load(
         self,
         model: Mapping[str, Tensor],
@@ -185,8 +190,7 @@ class Checkpoints(Checkpointing):
             CheckpointError: It is damaged or holds another model. On all ranks; nothing has changed. The text names the
                 newest other checkpoint that is undamaged.
         """
-        self.wait()
-        name = self._find(tag)
+        name = self.find(tag)
         if name is None:
             return None
         stamp, target = self._whole(name), self.folder / name

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim.optimizer import StateDict
 
@@ -25,6 +25,7 @@ from ...moments import MomentOptimizer
 from ..config.whole import Config
 from ..form import Form, Given, choice_of
 from ..grid import GridShape
+from ..offload.inner import at_step_0
 from ..offload.optimizer import Offload
 from ..parallel import dense
 from ..parallel.sharding import Sharding
@@ -34,16 +35,15 @@ from .in_node import InNode, uses_files
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def _begin_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters that have taken no step the state of step 0, so that all ranks and layouts have the same names.
-
-    An optimizer without any state is left to torch, which begins all of it.
-    """
+def _begin_state(held: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters that have taken no step the state of step 0: all ranks and layouts then have the same names."""
     if isinstance(optimizer, Offload | MomentOptimizer):
         optimizer.begin_state()
         return
     known = next(((p, entry) for p, entry in optimizer.state.items() if entry), None)
     if known is None:
+        get_optimizer_state_dict(held, optimizer)  # torch takes a step with zero gradients
+        optimizer.state.update({p: at_step_0(entry) for p, entry in optimizer.state.items()})
         return
     its, entry = known
     for p in dense.parameters(optimizer):
@@ -170,7 +170,7 @@ class Dense(InNode):
     def state(self) -> tuple[dict[str, Tensor], StateDict]:
         if not self.shares_state:
             return super().state()
-        _begin_state(self.optimizer)
+        _begin_state(self.sharding.held, self.optimizer)
         flat: dict[str, Any] = get_optimizer_state_dict(self.sharding.held, self.optimizer, options=_FLAT)
         flat = {name: x for name, x in flat.items() if name not in self._flat_masters()}
         for name in self._of_scalars(flat):

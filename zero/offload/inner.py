@@ -16,7 +16,7 @@ from torch import Tensor
 from ...host_adam import HostAdam
 from ...laprop import LaProp
 from ...lion import Lion
-from ...usage.contract import Group
+from ...usage.contract import Group, State
 from .layout import Piece
 
 _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -53,6 +53,11 @@ def empty_part(group: int, shape: torch.Size, piece: Piece, views: Mapping[str, 
     zeros = torch.zeros(shape if numel == shape.numel() else [numel], dtype=torch.float32, device="cpu")
     mine = {name: x[piece.at : piece.at + numel].view(zeros.shape) for name, x in views.items()}
     return Part(group, zeros, torch.zeros_like(zeros), mine, None)
+
+
+def at_step_0(entry: State) -> State:
+    """A parameter's state that a step with zero gradients has made, without the count of that step."""
+    return {name: 0 * x if name == "step" else x for name, x in entry.items()}
 
 
 class Inner:

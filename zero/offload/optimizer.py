@@ -31,7 +31,7 @@ from ...usage.edits import edit_of_groups
 from ...usage.graphs import outside_graphs
 from .checks import build_inner, check_averages, check_mode, check_parameters, check_ratio
 from .gradients import GRAD, ResidentGradients, StoredGradients, global_norm
-from .inner import Inner, Part, empty_part, is_elementwise
+from .inner import Inner, Part, at_step_0, empty_part, is_elementwise
 from .layout import Chunk, Layout, Piece, cut, elements_of, kept
 from .places import Place, Stores
 from .state import OffloadStats, StateOfParams, load_entries, load_into, sharded_as
@@ -331,7 +331,7 @@ class Offload(torch.optim.Optimizer):
 
     @torch.no_grad()
     def begin_state(self) -> None:
-        """Make state for parameters without any, as a step with zero gradients would, to read a checkpoint into."""
+        """Give parameters without state that of step 0, by a step with zero gradients, to read a checkpoint into."""
         for place, chunk in self._chunks():
             if any(piece not in self._numbers for piece in chunk.pieces):
                 lease = _read(place, chunk)
@@ -341,7 +341,7 @@ class Offload(torch.optim.Optimizer):
                 groups, shapes = self._groups_of, [local(p).shape for p in self._params]
                 parts = {x: empty_part(groups[x.param], shapes[x.param], x, views) for x in lacking}
                 self._inner.step(self.param_groups, list(parts.values()))
-                self._numbers |= {piece: part.numbers or {} for piece, part in parts.items()}
+                self._numbers |= {piece: at_step_0(part.numbers or {}) for piece, part in parts.items()}
                 place.store.write(lease)
 
     @torch.no_grad()
