@@ -364,7 +364,7 @@ class BucketOptimizer(Optimizer, ABC, Generic[B]):
         """Drop a step that backward has begun and no step() will end. All ranks. Nothing of it was written."""
         if self._driver.launched:
             self._launch_rest(1.0)
-            self._driver.meet()
+            self._driver.wait()
         if self._driver.state is not StepState.IDLE:
             self._driver.skip()
             self.overlap.end_step()

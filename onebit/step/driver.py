@@ -244,10 +244,14 @@ class Driver(Generic[B]):
 
     def meet(self) -> Sequence[Arrived]:
         """Bring every launched bucket to its meeting, and return these meetings, in the order of the buckets."""
-        self._wait()
+        self.wait()
         self.state = moved(self.state, "meet")
         meetings = [task.meeting for task in self.tasks]
-        assert all(isinstance(each, Arrived) for each in meetings)
+        if not all(isinstance(each, Arrived) for each in meetings):
+            raise RuntimeError(
+                "step() was interrupted within an exchange, as by Ctrl+C, and cannot go on: one rank alone loads a "
+                "state (optimizer.load_state_dict) or constructs a new optimizer; restart several from a checkpoint"
+            )
         return meetings  # type: ignore[return-value]
 
     def finish(self, meet: Meet[B] | None = None) -> None:
@@ -257,12 +261,13 @@ class Driver(Generic[B]):
             meet: Gives the answers if buckets meet each other. Default None: none does.
         """
         try:
-            self._wait()
+            self.wait()
             self._answer_meetings(self.tasks, meet)
         finally:
             self.skip()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait until the exchanges of all launched buckets are complete."""
         self.settle()
         devices = {task.bucket.device for task in self.tasks}
         with self._advancing(), ExitStack() as streams:

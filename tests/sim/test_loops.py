@@ -315,6 +315,21 @@ def test_a_state_loaded_after_a_backward_pass_is_where_training_goes_on() -> Non
     assert torch.equal(*(run_ranks(2, lambda transport, on=on: ours(transport, on))[0] for on in (True, False)))
 
 
+def test_a_state_takes_the_place_of_an_interrupted_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl+C in a notebook."""
+    transport = SimTransport()
+    net, optimizer = fresh(transport, bucket_cap_mb=0.004, overlap=False)
+    train(transport, range(6), net, optimizer)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(transport, "all_gather", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
+        train(transport, range(6, 7), net, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(transport, range(6, 9), net, optimizer)
+    again, another = fresh(transport, bucket_cap_mb=0.004, overlap=False)
+    train(transport, range(9), again, another)
+    assert torch.equal(flat(net), flat(again))
+
+
 # -------------------------------------------------------------------------------- ranks that are not in step
 
 
