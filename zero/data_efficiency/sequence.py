@@ -41,12 +41,12 @@ def truncate(batch: T, length: int) -> T:
         length: Tokens to keep.
 
     Returns:
-        The batch with views in place of its tensors; the batch itself if it is not longer.
+        The batch with its tensors truncated, contiguous as models may ask; the batch itself if it is not longer.
     """
     whole = length_of(batch)
     if whole is None or whole <= length:
         return batch
-    return cast(T, _mapped(batch, lambda x: _cut(x, whole, length)))
+    return cast(T, _mapped(batch, lambda x: _cut(x, whole, length).contiguous()))
 
 
 def reshape(batch: T, length: int) -> T:
