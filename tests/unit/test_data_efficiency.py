@@ -532,6 +532,7 @@ def test_a_batch_may_be_a_dataclass() -> None:
     assert cut.input_ids.equal(x[:, :4]) and cut.labels is not None and cut.labels.equal(x[:, :4] + 1)
     assert folded.input_ids.equal(x.view(4, 3)) and folded.source == cut.source == "web"
     assert whole.input_ids is x and truncate(whole, 6) is whole
+    assert truncate({"kind": TextBatch, "input_ids": x}, 4)["kind"] is TextBatch  # the class is no batch
     assert cut.input_ids.is_contiguous() and cut.labels.is_contiguous()  # as BERT's loss asks
 
 

@@ -27,7 +27,7 @@ def length_of(batch: object) -> int | None:
 def _inside(batch: object) -> Iterable[object]:
     if isinstance(batch, Mapping):
         return batch.values()
-    if is_dataclass(batch):
+    if is_dataclass(batch) and not isinstance(batch, type):
         return [getattr(batch, f.name) for f in fields(batch)]
     return batch if isinstance(batch, list | tuple) else ()
 
