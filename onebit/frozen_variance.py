@@ -72,6 +72,10 @@ class FrozenVariance:
         """Number of steps since the model has seen a gradient, among the first `step` steps of group g."""
         return 0 if self.unseen is None else step - self.unseen.get(g, 0)
 
+    def refreshed_for(self, g: int, step: int) -> int:
+        """Number of steps, among the first `step` of group g, since its refreshes began, or last began anew."""
+        return min(self.seen_steps(g, step), step - self.joined.get(g, 0))
+
     # ---------------------------------------------------------------- parameters that join later
 
     def note_births(self, bucket: Bucket, seen: Sequence[bool]) -> int:

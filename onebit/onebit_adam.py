@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from .arithmetic.adam import adam_denominator, adam_direction_, laprop_direction_
+from .arithmetic.adam import adam_denominator, adam_direction_, laprop_direction_, largest_move
 from .arithmetic.schedule import DenseSteps
 from .checkpoint.parameter_state import ParameterState, flat_of, spread_over
 from .comm import Bf16Codec, Codec, Log4Codec, MomentumWeights, Work, codec_named
@@ -168,6 +169,8 @@ class AdamRule(Rule):
         self._note_births(bucket, decision)
         bucket.ef.commit()
         frames = self.placement.swap_frames(bucket)  # the frames that have arrived are the new m/D
+        if (largest := largest_move(bucket.group["betas"])) < math.inf:  # a live variance would have bounded it, too
+            self.codec.bound_(frames, bucket.layout.chunk, largest)
         if bucket.masks is not None:
             self.mask_state(bucket)
             weight_K, decay_K = yield from self.weights(bucket, was_dense=False)
@@ -266,13 +269,13 @@ class AdamRule(Rule):
     def _share_of_a_gradient(self, bucket: Bucket) -> float:
         """The weight that a gradient would have in a refresh in this step. It is divided among the ranks that send one.
 
-        See `normalised`. Without refreshes it is 1 - β2: a weight that grew with the age of a variance that is frozen
-        for good cost 2 % of the byte LM's loss (scripts/records/study_2026-11.md).
+        See `normalised`. Later it is 1 - β2, as in Adam: a larger weight bounds the few large gradients of a model that
+        has learnt nearly all, so that it learns the rest late (scripts/records/warmup_2026-11.md).
         """
-        beta2: float = bucket.group["betas"][1]
-        if isinstance(self.schedule.freeze_step, int):
+        g, beta2 = bucket.group_index, float(bucket.group["betas"][1])
+        if not self.schedule.is_guarded(self.variance.refreshed_for(g, bucket.step)):
             return 1.0 - beta2
-        return self.variance.share(bucket.group_index, beta2, bucket.step + 1)
+        return self.variance.share(g, beta2, bucket.step + 1)
 
     def _correction(self, bucket: Bucket) -> float:
         """1/(1 - β1^t)."""

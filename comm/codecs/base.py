@@ -197,6 +197,20 @@ class FusedCodec(Codec):
         if out.sums_KJ2 is not None:
             reference.sums_of(momentum, old_KN, out.sums_KJ2)
 
+    def bound_(self, frames_KB: Tensor, n: int, largest: float) -> None:
+        """Make the frames of values no farther from zero than `largest`. The others stay as they are, NaN too.
+
+        Does not wait for the device.
+
+        Args:
+            frames_KB: uint8 [K, B], modified in place.
+            n: Elements of each row.
+            largest: The bound; in built-in formats it is rounded to bfloat16.
+        """
+        values_KN = torch.empty(len(frames_KB), n, device=frames_KB.device, dtype=torch.float32)
+        self.decode(frames_KB, values_KN)
+        self.encode(values_KN.clamp_(-largest, largest), None, frames_KB, None)
+
     def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
         """p ← keep·p + weight·value, with the values of these frames.
 
@@ -301,6 +315,11 @@ class IdentityCodec(Codec):
         values = values_in(frames_KB, (len(frames_KB), n), torch.float32)
         largest: Tensor = torch.linalg.vector_norm(values, float("inf"))
         return largest.isfinite()
+
+
+def bound_scales_(frames_KB: Tensor, offset: int, J: int, largest: float) -> None:
+    """The J bfloat16 scales from byte `offset` of each frame on, if they are above `largest`, become it, signs kept."""
+    frames_KB[:, offset : offset + 2 * J].view(torch.bfloat16).clamp_(-largest, largest)
 
 
 # ---------------------------------------------------------------- frames that are plain numbers of one type

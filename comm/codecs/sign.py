@@ -20,7 +20,7 @@ from ..kernels.operands import (
     OwnerStep,
     ParamUpdate,
 )
-from .base import FusedCodec, Witness, all_finite, check_block, check_whole_blocks, count_writes
+from .base import FusedCodec, Witness, all_finite, bound_scales_, check_block, check_whole_blocks, count_writes
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,9 @@ class SignCodec(FusedCodec):
         """frames ← frames of c = add·g/√(D² + own·g²) + keep·m + error; residual ← c - decode(frames)."""
         kernel = kernels.select(self.kernel, out.residual_KN.device)
         kernel.encode_momentum(momentum, out, block=self.block, scale=self.scale)
+
+    def bound_(self, frames_KB: Tensor, n: int, largest: float) -> None:
+        bound_scales_(frames_KB, n // 8, n // self.block, largest)
 
     def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
         """p ← keep·p + weight·value, with the values of frames of rows of n elements."""

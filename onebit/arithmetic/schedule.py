@@ -99,12 +99,15 @@ class DenseSteps:
         refreshes: Refreshes with "auto". Default: four with each gap, which begins at 1 and doubles.
         undelayed: First steps with "auto" that are not delayed. Default 256: in these a gradient of older parameters
             costs most, with AdamW as well (scripts/records/delay_2026-11.md).
+        guarded: First steps with "auto" in which a rank's own gradient weighs as much in the variance as in a refresh,
+            not 1 - β2. Default 64: the variance then consists of 16 gradients (scripts/records/warmup_2026-11.md).
     """
 
     freeze_step: int | str = "auto"
     warmup: int = 0
     refreshes: VarianceUpdates = field(default_factory=lambda: VarianceUpdates(4))
     undelayed: int = 256
+    guarded: int = 64
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "freeze_step", steps_or_auto("freeze_step", self.freeze_step))
@@ -122,6 +125,10 @@ class DenseSteps:
     def may_delay(self, step: int) -> bool:
         """Whether steps may be delayed by now: with "auto" after the first `undelayed`, else after the warm-up."""
         return self.freeze_step != "auto" or step >= self.undelayed
+
+    def is_guarded(self, step: int) -> bool:
+        """Whether the variance consists of so few gradients that one far beyond it must count in it."""
+        return self.freeze_step == "auto" and step < self.guarded
 
     def rests(self, step: int, steps: int = 16) -> bool:
         """Whether no gradient is exchanged in this step and those after it, so that memory for gradients may be freed.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .codecs import Array, Blocks, compress, mean_in, parameter_blocks
+from .codecs import Array, Blocks, compress, mean_in, parameter_blocks, to_bfloat16
 
 
 @dataclass
@@ -19,7 +19,8 @@ class CompressedMomentum:
     """Adam's moments of n workers: dense steps, then steps that send momentum in one bit. `advance` returns m̂/D.
 
     x: the parameters, flat; sizes: the elements of each. dense: whether gradients are sent in a step, counted from 0.
-    bits: the code of gradients; None: in full. of_moves: m averages g/D, each divided by the D of its step (LaProp).
+    bits: the code of gradients; None: in full. guarded: first steps in which a worker's own gradient weighs as much in
+    the variance as in a refresh. of_moves: m averages g/D, each divided by the D of its step (LaProp).
     """
 
     x: Array
@@ -33,7 +34,7 @@ class CompressedMomentum:
     floor: float = 0.01
     scale: str = "rms"
     bits: Callable[[Array, Blocks], Array] | None = None
-    is_refreshed: bool = False
+    guarded: int = 0
     of_moves: bool = False
 
     def __post_init__(self) -> None:
@@ -104,15 +105,18 @@ class CompressedMomentum:
         a = q.mean(0) + self.server_error
         self.update = compress(a, self.blocks, self.scale)
         self.server_error = a - self.update
+        b1, b2 = self.betas
+        largest = (1 - b1) / np.sqrt((1 - b2) * (1 - b1**2 / b2))  # of Adam's |m/D|, by Cauchy and Schwarz
+        self.update = np.clip(self.update, -to_bfloat16(largest), to_bfloat16(largest))
 
     def normalised(self, g: Array, t: int) -> Array:
         """g/D, where g² is added to the frozen D, so that a gradient far beyond it is bounded.
 
-        It gets the weight that it would have in a refresh in step t (1 - b2 without refreshes), divided by the number
-        of workers.
+        It gets the weight 1 - b2; in the first steps, if the variance is refreshed and still consists of few gradients,
+        the one that it would have in a refresh. Divided by the number of workers.
         """
         weight = late_weight(self.betas[1], t - self.t_dense)
-        share = weight / ((1 - weight) * self.total + weight) if self.is_refreshed else 1 - self.betas[1]
+        share = weight / ((1 - weight) * self.total + weight) if t <= self.guarded else 1 - self.betas[1]
         return g / np.sqrt(self.d**2 + share / self.workers * g**2)
 
 

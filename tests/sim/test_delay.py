@@ -36,14 +36,14 @@ def late(transport: SimTransport, **options: object) -> tuple[nn.Module, Compres
 
 
 def delayed_oracle(
-    workers: int, dense: Callable[[int], bool], lrs: list[float], *, is_refreshed: bool, undelayed: int = 0
+    workers: int, dense: Callable[[int], bool], lrs: list[float], *, guarded: int = 0, undelayed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """1-bit Adam whose compressed steps move parameters one step later; (x after each step, x once all has landed).
 
     The textbook's recursion of the momentum, by hand around it: a move waits, and so does its weight decay. While it
     waits x is seen where β1 of the last momentum, as it was sent, would take it.
     """
-    oracle = OnebitAdamOracle(start(), workers, SIZES, dense=dense, is_refreshed=is_refreshed)
+    oracle = OnebitAdamOracle(start(), workers, SIZES, dense=dense, guarded=guarded)
     x, waiting, trajectory = start(), None, []
     beta1 = oracle.betas[0]
     for step, lr in enumerate(lrs):
@@ -81,7 +81,7 @@ def trajectory(transport: SimTransport, lrs: list[float], **options: object) -> 
 def test_equals_the_delayed_textbook_loop(world_size: int, bucket_cap_mb: float) -> None:
     """Error feedback, momentum, bias correction, decay, learning rates: float32 against float64, as without delay."""
     lrs = [0.05 * (1 - k / 60) for k in range(STEPS)]
-    expected, landed = delayed_oracle(world_size, lambda step: step < 8, lrs, is_refreshed=False)
+    expected, landed = delayed_oracle(world_size, lambda step: step < 8, lrs)
     results = run_ranks(
         world_size, lambda transport: trajectory(transport, lrs, freeze_step=8, bucket_cap_mb=bucket_cap_mb)
     )
@@ -108,7 +108,7 @@ def test_a_refresh_lands_the_step_before_and_is_not_delayed(
     assert [step for step in range(STEPS) if rule.is_dense(step)] == [0, 1, 2, 3, 4, 5, 6, 10, 14, 22]
     monkeypatch.setattr("onebit.onebit_adam.DenseSteps", lambda _: rule)
     lrs = [0.02] * STEPS
-    expected, landed = delayed_oracle(world_size, rule.is_dense, lrs, is_refreshed=True, undelayed=undelayed)
+    expected, landed = delayed_oracle(world_size, rule.is_dense, lrs, guarded=64, undelayed=undelayed)
     seen, last = run_ranks(world_size, lambda transport: trajectory(transport, lrs))[0]
     differs = np.abs(np.concatenate([seen, last[None]]) - np.concatenate([expected, landed[None]])) > 5e-4
     assert differs.mean(axis=1).max() <= 0.01  # as without delay: a sum that cancels has another sign in float32

@@ -43,7 +43,7 @@ def test_equals_the_textbook_loop(
     rule = DenseSteps(12) if follows else DenseSteps("auto", warmup=6, refreshes=VarianceUpdates(2))
     options = bounds | {"coeff_beta": 0.8, "factor_threshold": 0.02, "betas": (0.9, 0.9)}
     oracle = OnebitLambOracle(
-        start(), world_size, SIZES, dense=rule.is_dense, follows=follows, is_refreshed=not follows, **options
+        start(), world_size, SIZES, dense=rule.is_dense, follows=follows, guarded=0 if follows else 64, **options
     )
     expected = run(oracle, gradient, LRS)
     monkeypatch.setattr("onebit.onebit_lamb.long_warmup", lambda _: rule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 
@@ -379,6 +380,23 @@ class TestFusedContract:
         frames, kept = torch.full_like(packed, 0xEE), torch.empty(K, N)
         codec.encode_momentum(momentum, EncodeOutput(error, frames, None, kept))
         assert torch.equal(frames, expected) and torch.equal(kept, residual)
+
+    @pytest.mark.parametrize("is_in_one_pass", [True, False])
+    def test_what_is_above_a_bound_becomes_it(self, codec: FusedCodec, is_in_one_pass: bool) -> None:
+        """A quarter of a block's largest value, for the last block of each row: powers of two keep log4's values."""
+        x = some_rows(codec, 3, 4)
+        x.view(3, 4, codec.block)[:, :3] /= 100 * x.abs().max()
+        frames, _ = encode(codec, x)
+        values, bounded = decode(codec, frames, x.shape[1]), frames.clone()
+        largest = float(torch.tensor(float(values.abs().max()) / 4).to(torch.bfloat16))
+        bound = codec.bound_ if is_in_one_pass else functools.partial(FusedCodec.bound_, codec)
+        bound(bounded, x.shape[1], largest)
+        found = decode(codec, bounded, x.shape[1])
+        assert float(found.abs().max()) == largest
+        is_small = (values.view(3, 4, -1).abs().amax(2) <= largest).repeat_interleave(codec.block, 1)
+        assert torch.equal(found[is_small], values[is_small]) and torch.equal(found.sign(), values.sign())
+        bound(frames, x.shape[1], math.inf)
+        assert torch.equal(decode(codec, frames, x.shape[1]), values)
 
     def test_parameters_move_by_what_frames_say(self, codec: FusedCodec) -> None:
         N = 2 * codec.block
