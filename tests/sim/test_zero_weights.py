@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from errors import error_of
 from safetensors.torch import load_file
 from torch import nn
 
-from onebit.comm import SimTransport
+from onebit.comm import SimTransport, run_ranks
 from onebit.zero.checkpoint.exporting import export_weights
 from onebit.zero.checkpoint.importing import import_weights
 
@@ -64,6 +65,23 @@ def test_tensors_that_share_memory_are_written_and_read_by_all_their_names(
 def test_tied_weights_are_written_once(dtype: torch.dtype | None, tmp_path: Path) -> None:
     export_weights(Tied(), tmp_path / "model.safetensors", SimTransport(), dtype)
     assert load_file(tmp_path / "model.safetensors").keys() == {"embed.weight", "count"}
+
+
+class Counting(nn.Linear):
+    """Its extra state is a dict, as torch allows."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": 1}
+
+
+@pytest.mark.parametrize("max_file_bytes", [None, 1 << 20])
+def test_what_is_no_tensor_is_refused_on_all_ranks(max_file_bytes: int | None, tmp_path: Path) -> None:
+    def export(transport: SimTransport) -> str:
+        model = (Counting if transport.rank == 1 else nn.Linear)(3, 2)  # as of another pipeline stage
+        return error_of(TypeError, export_weights, model, tmp_path / "a", transport, max_file_bytes=max_file_bytes)
+
+    texts = run_ranks(2, export)
+    assert texts[0] == texts[1] and "rank 1: a file of weights holds tensors, _extra_state is a dict" in texts[0]
 
 
 def test_dtypes_are_converted_both_ways(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ def export_weights(
 
     Raises:
         ImportError: safetensors is not installed.
-        TypeError: dtype is not a floating-point dtype of torch.
+        TypeError: dtype is not a floating-point dtype of torch; or a module's get_extra_state() is no tensor, on all
+            ranks.
         OSError: The file cannot be written. On all ranks; an older file is unchanged.
     """
     check_can_export()
@@ -55,10 +56,21 @@ def export_weights(
             "integers are written by onebit.zero.compression's export_compressed"
         )
     with call_of_all(transport, "export_weights()"):
+        raise_on_all_ranks(transport, _no_tensor(model, transport.rank), TypeError)
         if max_file_bytes is not None:
             export_folder(model, Path(file), transport, dtype, grid=grid, max_file_bytes=max_file_bytes)
         else:
             _export_file(model, Path(file), transport, dtype, grid)
+
+
+def _no_tensor(model: nn.Module, rank: int) -> str | None:
+    for name, x in model.state_dict().items():
+        if not isinstance(x, Tensor):
+            return (
+                f"rank {rank}: a file of weights holds tensors, {name} is a {type(x).__name__}; let the module's "
+                "get_extra_state() return a tensor, or export without it"
+            )
+    return None
 
 
 def _export_file(
