@@ -241,7 +241,7 @@ class AdamRule(Rule):
         return self._dense[bucket.group_index]
 
     def is_delayed(self) -> bool:
-        return not any(self._dense) and self.schedule.may_delay(int(self.steps[0]))
+        return not any(self._dense) and self.schedule.may_delay(int(min(self.steps)))
 
     def keeps_variance(self, bucket: Bucket) -> bool:
         """Whether the bucket has a variance and takes these steps: here all do."""

@@ -96,8 +96,8 @@ class CommonOptions(SharedOptions, total=False):
         and traffic, not their sum, and gradients are those of parameters one step older. Meanwhile parameters look
         ahead, as for Nesterov's gradient: p - lr·β1·m/D with the last step's numbers, taken back when the step lands.
         Buckets are sent in step(), whatever `overlap` is. Warm-up and refreshes land the step under way and have no
-        delay, nor have the first 256 steps with freeze_step="auto". `sync()` lands it before an evaluation or an
-        export.
+        delay, nor has any step with freeze_step="auto" while a group has taken fewer than 256. `sync()` lands it before
+        an evaluation or an export.
     """
 
     model_parallel_group: ModelParallelGroup | Transport | None

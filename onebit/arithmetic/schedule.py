@@ -97,8 +97,8 @@ class DenseSteps:
             the length of the run.
         warmup: Least number of steps of the warm-up with "auto". Default 0: as many as `refreshes` begins with.
         refreshes: Refreshes with "auto". Default: four with each gap, which begins at 1 and doubles.
-        undelayed: First steps with "auto" that are not delayed. Default 256: in these a gradient of older parameters
-            costs most, with AdamW as well (scripts/records/delay_2026-11.md).
+        undelayed: First steps of a group with "auto" that are not delayed. Default 256: in these a gradient of older
+            parameters costs most, with AdamW as well (scripts/records/delay_2026-11.md).
         guarded: First steps with "auto" in which a rank's own gradient weighs as much in the variance as in a refresh,
             not 1 - β2. Default 64: the variance then consists of 16 gradients (scripts/records/warmup_2026-11.md).
     """

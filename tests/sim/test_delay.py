@@ -351,6 +351,25 @@ def test_passes_and_edits_change_nothing_that_travels() -> None:
     assert all(torch.equal(each, results[0][0]) for one in results for each in one)
 
 
+def test_no_group_is_delayed_in_its_own_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = DenseSteps("auto", warmup=2, refreshes=VarianceUpdates(2), undelayed=6)
+    monkeypatch.setattr("onebit.onebit_adam.DenseSteps", lambda _: rule)
+    net = model()
+    optimizer = onebit.OnebitAdam(net[0].parameters(), lr=0.01, delay=1, transport=SimTransport())
+    delayed = []
+    for step in range(24):
+        if step == 9:
+            optimizer.add_param_group({"params": list(net[2].parameters())})
+        optimizer.zero_grad()
+        loss_of(net, step, 0).backward()
+        optimizer.step()
+        if optimizer.step_under_way is not None:
+            delayed.append(step)
+    assert delayed[0] < 9  # the first group's seventh step or later
+    after = [step for step in delayed if step >= 9]
+    assert after and after[0] >= 9 + 6
+
+
 def test_a_new_group_lands_what_is_under_way_and_warms_up_without_delay() -> None:
     def ours(transport: SimTransport) -> tuple[bool, Tensor]:
         net, optimizer = late(transport)
