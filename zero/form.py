@@ -9,7 +9,7 @@ step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -328,12 +328,16 @@ class Form(ABC):
         """
         return {}, self.optimizer.state_dict()
 
-    def load_shared(self, tensors: dict[str, Tensor], rest: dict[str, object]) -> None:
+    def begin_state(self) -> None:  # noqa: B027
+        """Give every parameter a state, for a checkpoint to be read into. All ranks."""
+
+    def load_shared(self, tensors: dict[str, Tensor], rest: dict[str, object], begun: Set[str]) -> None:
         """Load a shared `state`.
 
         Args:
             tensors: Its tensors, which a checkpoint has filled.
             rest: The rest, of all ranks.
+            begun: Names of the parameters with tensors in the checkpoint.
         """
         raise NotImplementedError(f"{type(self).__name__} shares no state")
 

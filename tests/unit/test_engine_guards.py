@@ -6,11 +6,13 @@ import copy
 import io
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from onebit import zero
 from onebit.checkpoint.files import CheckpointError
@@ -38,9 +40,15 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.is_headless = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(x)))
+        hidden = torch.tanh(self.body(x))
+        return hidden if self.is_headless else self.head(hidden)
+
+
+def full(p: Tensor) -> Tensor:
+    return p.full_tensor() if isinstance(p, DTensor) else p.detach()
 
 
 Started = tuple[zero.Engine, torch.optim.Optimizer, object]
@@ -89,6 +97,40 @@ def test_a_folder_without_checkpoints_leaves_the_optimizer_as_it_was(start: obje
     before = {key: len(entry) for key, entry in optimizer.state_dict()["state"].items()}
     assert engine.load_checkpoint(tmp_path) == (None, None)
     assert {key: len(entry) for key, entry in optimizer.state_dict()["state"].items()} == before
+
+
+FIRST_STEPS = {  # the first step of each differs from a step with a state of zeros
+    "NAdam": partial(torch.optim.NAdam, lr=0.01),
+    "ASGD": partial(torch.optim.ASGD, lr=0.01, t0=2),
+    "Rprop": partial(torch.optim.Rprop, lr=0.01),
+    "SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9, dampening=0.5),
+}
+
+
+@pytest.mark.parametrize(("kind", "form"), [*((kind, "dense") for kind in FIRST_STEPS), ("NAdam", "dense, stage 3")])
+def test_a_checkpoint_leaves_first_steps_to_parameters_that_have_taken_none(
+    start: object, kind: str, form: str, tmp_path: Path
+) -> None:
+    """It is taken before the first step, and after one in which the head had no gradient."""
+
+    def begun() -> zero.Engine:
+        return start(form, optimizer=FIRST_STEPS[kind], config={"optimizer": None})[0]
+
+    def trained(engine: zero.Engine, first: int = 0, saved: tuple[int, ...] = ()) -> Tensor:
+        for k in range(first, 6):
+            if k in saved:
+                engine.save_checkpoint(tmp_path, k)
+            engine.module.is_headless = k == 0
+            step(engine, k)
+        return torch.cat([full(p).flatten() for p in engine.module.parameters()])
+
+    clean = trained(begun())
+    assert torch.equal(trained(begun(), saved=(0, 1)), clean)
+    for k in (0, 1):
+        engine = begun()
+        step(engine, 7)  # a state that the checkpoint replaces
+        engine.load_checkpoint(tmp_path, k)
+        assert torch.equal(trained(engine, k), clean)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -136,14 +136,19 @@ def load(engine: Saved, checkpoints: Checkpoints, tag: str | None, contents: Con
         engine.synchronise()  # else the residuals of differing replicas would belong to weights that are gone
     else:
         engine.sharding.release()
+    if contents.optimizer:
+        engine.form.begin_state()
     tensors, _ = _state(engine) if contents.optimizer else (_weights(engine), None)
     frozen = _frozen(engine)
     recutting: list[_Recutting] = []
     own: StateDict = {}
+    begun: set[str] = set()  # parameters of which the checkpoint has a dense optimizer's state
 
     def check(found: Loaded) -> None:
         if contents.optimizer:
             _check_stamp(engine, found.stamp)
+        saved = found.own.metadata.state_dict_metadata
+        begun.update(_parameter_of(name) for name in saved if name.startswith("model/optimizer.state."))
         own.update(found.own.read(_source(engine, found), *_ENGINES_OWN, "features"))
         if missing := sorted(_ENGINES_OWN - own.keys()):
             raise CheckpointError(f"{found.folder} has no {missing[0]} of rank {engine.grid.world.rank}: it is damaged")
@@ -152,7 +157,7 @@ def load(engine: Saved, checkpoints: Checkpoints, tag: str | None, contents: Con
 
     def may_lack(found: Loaded, name: str) -> bool:
         if name.startswith("optimizer."):
-            return not contents.optimizer
+            return not contents.optimizer or _parameter_of(name) not in begun
         return not contents.strict or (name in frozen and bool(found.stamp.get("without_frozen")))
 
     loaded = checkpoints.load(tensors, name, check=check, may_lack=may_lack)
@@ -166,7 +171,7 @@ def load(engine: Saved, checkpoints: Checkpoints, tag: str | None, contents: Con
         if not contents.optimizer:
             engine.form.adopt_parameters()
         elif engine.form.shares_state:
-            engine.form.load_shared(*_shared_state(loaded, tensors))
+            engine.form.load_shared(*_shared_state(loaded, tensors), begun)
         elif is_recut:
             _load_recut(engine, loaded, recutting[0] if recutting else _Recutting.of(engine, loaded))
         else:
@@ -295,6 +300,11 @@ def _state(engine: Saved) -> tuple[dict[str, Tensor], StateDict]:
     model = _weights(engine)
     tensors, rest = engine.form.state()
     return model | {f"optimizer.{name}": x for name, x in tensors.items()}, rest
+
+
+def _parameter_of(name: str) -> str:
+    """The parameter of a tensor of a dense optimizer's state in a checkpoint."""
+    return name.partition("optimizer.state.")[2].rpartition(".")[0]
 
 
 def _weights(engine: Saved) -> dict[str, Tensor]:

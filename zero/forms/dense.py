@@ -6,7 +6,7 @@ has the vote on overflow, clipping, and a state that loads into any other shardi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from ...layout.masters import NAME as MASTER
 from ...layout.masters import is_low
 from ...model_parallel import ModelParallelGroup, gathered, like, local
 from ...moments import MomentOptimizer
+from ..checkpoint.weights import plain
 from ..config.whole import Config
 from ..form import Form, Given, choice_of
 from ..grid import GridShape
@@ -170,20 +171,32 @@ class Dense(InNode):
     def state(self) -> tuple[dict[str, Tensor], StateDict]:
         if not self.shares_state:
             return super().state()
-        _begin_state(self.sharding.held, self.optimizer)
+        has_begun = any(self.optimizer.state.values())
         flat: dict[str, Any] = get_optimizer_state_dict(self.sharding.held, self.optimizer, options=_FLAT)
         flat = {name: x for name, x in flat.items() if name not in self._flat_masters()}
+        if not has_begun:  # torch has taken a step with zero gradients
+            self.optimizer.state.clear()
+            flat = {name: x for name, x in flat.items() if not name.startswith("state.")}
         for name in self._of_scalars(flat):
             flat[name] = gathered(flat[name]).reshape(())
         tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
         return tensors, {name: x for name, x in flat.items() if name not in tensors}
 
-    def load_shared(self, tensors: dict[str, Tensor], rest: dict[str, object]) -> None:
+    def begin_state(self) -> None:
+        if self.shares_state:
+            _begin_state(self.sharding.held, self.optimizer)
+
+    def load_shared(self, tensors: dict[str, Tensor], rest: dict[str, object], begun: Set[str]) -> None:
         held = self.sharding.held
         flat: dict[str, Any] = {**rest, **tensors, **self._flat_masters()}
         for name, shard in self._of_scalars(flat).items():
             flat[name] = like(shard, flat[name].reshape(1)[: local(shard).numel()])
         torch_versions.load_flat_state(held, self.optimizer, flat)
+        # A parameter without state there has none here, or its next step would not be its first.
+        begun = begun | {name.removeprefix("state.").rpartition(".")[0] for name in rest}
+        named = held.named_parameters(remove_duplicate=False)
+        for p in self.optimizer.state.keys() - {p for name, p in named if plain(name) in begun}:
+            del self.optimizer.state[p]
 
     def _of_scalars(self, flat: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the shards of 0-dim parameters, by the names of their moments in torch's flat state dict."""
