@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import onebit
 from onebit import zero
 from onebit.comm import PeerError, SimTransport, run_ranks
+from onebit.zero.sharded.bucket import ShardedBucket
 
 pytestmark = pytest.mark.slow
 
@@ -313,6 +314,32 @@ def test_a_state_loaded_after_a_backward_pass_is_where_training_goes_on() -> Non
         return flat(net)
 
     assert torch.equal(*(run_ranks(2, lambda transport, on=on: ours(transport, on))[0] for on in (True, False)))
+
+
+@pytest.mark.parametrize("bucket", [1, 2])
+def test_a_sharded_step_that_is_interrupted_between_launches_can_be_repeated(
+    bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun() -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = model()
+        options = {"transport": SimTransport(), "warmup_steps": 3, "bucket_cap_mb": 0.004, "overlap": False}
+        return net, SHARDED["sharded"](net.parameters(), **options)
+
+    (net, optimizer), (clean, another) = begun(), begun()
+    train(SimTransport(), range(6), net, optimizer)
+    launch = optimizer._driver.launch
+
+    def interrupted(next_one: ShardedBucket, step: object) -> None:
+        if next_one.index == bucket:
+            raise KeyboardInterrupt
+        launch(next_one, step)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(optimizer._driver, "launch", interrupted)
+        train(SimTransport(), range(6, 7), net, optimizer)
+    train(SimTransport(), range(6, 9), net, optimizer)
+    train(SimTransport(), range(9), clean, another)
+    assert torch.equal(flat(net), flat(clean))
 
 
 def test_a_state_takes_the_place_of_an_interrupted_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,7 +283,8 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
             raise RuntimeError(
                 f"rank {self.transport.rank}: a second backward pass before step(); at stage 2 gradients leave in the "
                 "first one: run all passes of a step but the last in optimizer.no_sync(), and those that no step "
-                "follows (another network's loss, a batch given up), or use stage=1"
+                "follows (another network's loss, a batch given up), or use stage=1. If another engine "
+                "trains this model by now, close the first one: engine.close()"
             )
         bucket.ready.add(p)
         while self._has_caught_up() and (rest := self.buckets[self._driver.launched :]) and rest[0].is_complete:
@@ -366,6 +367,8 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
     def _step_whole(self, scale: float) -> None:
         """Stages 0 and 1: one vote on all buckets, before anything else is sent."""
+        if self._driver.launched:
+            self._forget_step()  # an exception has ended it between two launches, as Ctrl-C: nothing was written
         self._begin()
         decision = wait_for(self._waited.timed(self._vote(self.buckets, scale)))
         self._watch.look(self.buckets.params)
@@ -481,8 +484,12 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
     def _check_gradients(self, what: str) -> None:
         """Raise RuntimeError if backward has begun a step, which has taken gradients: at stage 2."""
-        if self.placement.config.stage == 2:
-            self._check_at_rest(what)
+        if self.placement.config.stage == 2 and self._driver.launched:
+            raise RuntimeError(
+                f"rank {self.transport.rank}: {what} between a backward pass and its step: at stage 2 owners have "
+                "stepped with its gradients, which are freed; call step() first. Batches that may be given up need "
+                "optimizer.no_sync() around their passes until it is decided, or stage=1"
+            )
 
     def _launch_rest(self, scale: float) -> None:
         """Below stage 2: send the frames of the remaining buckets up, before the vote."""
