@@ -754,6 +754,8 @@ class Engine:
     def close(self) -> None:
         """Wait for checkpoints, release the grid and offloaded state; parameters in files are lost. All ranks."""
         self.wait_for_checkpoint()
+        self._silence = self.form.no_sync()  # kept, for it ends as it is dropped
+        self._silence.__enter__()  # hooks stay with the parameters, which another engine may train
         self.form.close()
         self.grid.close()
 

@@ -205,6 +205,35 @@ def test_gradients_of_a_plain_backward_pass_are_refused(start: object, form: str
         step(engine)
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "dense, stage 3"])
+def test_the_model_of_a_closed_engine_trains_in_another(start: object, form: str) -> None:
+    first, *_ = start(form)
+    step(first)
+    first.close()
+    second, *_ = start(form, first.module)
+    for k in range(3):
+        step(second, k)
+    assert second.global_steps == 3
+
+
+ACROSS = {**FORMS["across nodes"], "zero_optimization": {"stage": 2}}
+
+
+def test_gradients_that_have_left_across_nodes_name_the_other_engine_and_cannot_be_given_up(start: object) -> None:
+    first, *_ = start("across nodes", config=ACROSS)
+    step(first)
+    first.backward(first(batch()).square().mean())
+    with pytest.raises(RuntimeError, match=r"owners have stepped .* call step\(\) first.*no_sync\(\).*stage=1"):
+        first.zero_grad()
+    first.step()
+    second, *_ = start("across nodes", first.module, config=ACROSS)
+    step(second)
+    with pytest.raises(RuntimeError, match=r"another engine .* close the first one"):
+        step(second)
+    first.close()
+    step(second)
+
+
 # ---------------------------------------------------------------- parameters
 
 
