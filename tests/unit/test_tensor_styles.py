@@ -7,10 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from onebit.zero.parallel.experts import aligned
 from onebit.zero.parallel.model_plan import stack_sizes
 from onebit.zero.parallel.styles import divide, route
+from onebit.zero.parallel.tensor import resolve
 
 CPU = torch.device("cpu")
 
@@ -42,6 +44,12 @@ def test_the_stack_of_attention_has_as_many_keys_as_values() -> None:
     assert stack_sizes("", layer, model) == (25, 25)
     with pytest.raises(ValueError, match=r"'packed_colwise:3' .* 3 matrices .* has 50 outputs"):
         stack_sizes("3", layer, model)
+
+
+@pytest.mark.parametrize("style", ["colwise", ColwiseParallel, None])
+def test_what_is_no_style_is_named_with_its_layer(style: object) -> None:
+    with pytest.raises(TypeError, match=r"the tensor plan's '0' has .*expected a style, an instance"):
+        resolve(nn.Sequential(nn.Linear(4, 4)), {"0": style}, 1)  # type: ignore[dict-item]
 
 
 def test_a_divided_config_follows_the_models_own() -> None:

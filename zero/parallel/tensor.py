@@ -64,6 +64,7 @@ def parallelize(model: nn.Module, grid: Grid, plan: Plan, *, is_stage: bool = Fa
     Raises:
         ValueError: Before anything is changed: a pattern matches no module, a style does not fit a module, the ranks do
             not divide a dimension, styles contradict each other for one parameter, or a parameter is a DTensor already.
+        TypeError: Likewise: the plan has something else in place of a style.
     """
     ranks = grid.shape.size("tensor")
     found = resolve(model, plan, ranks, is_stage=is_stage)
@@ -95,10 +96,16 @@ def resolve(
 
     Raises:
         ValueError: As `parallelize`.
+        TypeError: As `parallelize`.
     """
     modules = list(model.named_modules())
     found = []
     for pattern, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise TypeError(
+                f"the tensor plan's {pattern!r} has {style!r}; expected a style, an instance as ColwiseParallel() or "
+                "RowwiseParallel() of torch.distributed.tensor.parallel"
+            )
         matched = [(name, module, style) for name, module in modules if _matches(name, pattern)]
         if not matched and not is_stage:
             raise ValueError(
