@@ -551,6 +551,13 @@ class TestMeta:
         with pytest.raises(ValueError, match=f"{name}= is for mode \"full\", got mode 'gradients'"):
             Offload(made("twice"), adamw, "gradients", **{name: "cpu"})  # type: ignore[arg-type]
 
+    @pytest.mark.parametrize("mode", ["none", "state"])
+    def test_gradients_that_are_not_stored_add_up_as_they_are(self, mode: str) -> None:
+        with pytest.raises(ValueError, match=f'grad_dtype= is for modes "gradients" and "full".*in mode \'{mode}\''):
+            Offload(made("twice").parameters(), adamw, mode, grad_dtype=torch.float32)
+        with pytest.raises(ValueError, match=r"grad_dtype must be a floating-point dtype.*got torch.int8"):
+            Offload(made("twice"), adamw, "gradients", grad_dtype=torch.int8)
+
     def test_vacated_parameters_stay_themselves(self) -> None:
         p = nn.Parameter(torch.ones(3, 4).t(), requires_grad=False)
         vacate(p, torch.device("cpu"))

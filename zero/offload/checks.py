@@ -101,6 +101,19 @@ def check_ratio(mode: str, ratio: float) -> None:
         raise ValueError(f'ratio= is for mode "state", whose gradients stay with the parameters, got mode {mode!r}')
 
 
+def check_sums(mode: str, grad_dtype: torch.dtype | None) -> None:
+    """Raise ValueError if a dtype of sums is given in a mode whose gradients are not stored, or is no such dtype."""
+    if grad_dtype is None:
+        return
+    if not (isinstance(grad_dtype, torch.dtype) and grad_dtype.is_floating_point):
+        raise ValueError(f"grad_dtype must be a floating-point dtype, as torch.float32, got {grad_dtype!r}")
+    if mode not in ("gradients", "full"):
+        raise ValueError(
+            f'grad_dtype= is for modes "gradients" and "full", which store gradients; in mode {mode!r} they stay in '
+            "p.grad and add up in its dtype: leave it out"
+        )
+
+
 def check_averages(mode: str, transport: Transport | None) -> None:
     """Raise if a transport is given in a mode whose gradients are not stored, or if it is no transport."""
     if transport is None:

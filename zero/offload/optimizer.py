@@ -29,7 +29,7 @@ from ...model_parallel import local
 from ...usage.contract import Group, State, loss_of
 from ...usage.edits import edit_of_groups
 from ...usage.graphs import outside_graphs
-from .checks import build_inner, check_averages, check_mode, check_parameters, check_ratio
+from .checks import build_inner, check_averages, check_mode, check_parameters, check_ratio, check_sums
 from .gradients import GRAD, ResidentGradients, StoredGradients, global_norm
 from .inner import Inner, Part, at_step_0, empty_part, is_elementwise
 from .layout import Chunk, Layout, Piece, cut, elements_of, kept
@@ -115,6 +115,7 @@ class Offload(torch.optim.Optimizer):
         check_mode(mode, model, device=device, dtype=dtype, fill=fill)
         check_averages(mode, transport)
         check_ratio(mode, ratio)
+        check_sums(mode, grad_dtype)
         if chunk_mb <= 0 or max_grad_norm < 0 or buffer_count < 2:
             raise ValueError(
                 f"expected chunk_mb > 0, max_grad_norm >= 0 and buffer_count >= 2, got {chunk_mb}, {max_grad_norm} and "
