@@ -234,6 +234,19 @@ def test_gradients_that_have_left_across_nodes_name_the_other_engine_and_cannot_
     step(second)
 
 
+def test_data_sampling_without_a_loader_of_the_engines_is_noticed(
+    start: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    batching = {"enabled": True, "max_tokens_per_batch": 64, "lr_scaling_method": "none"}
+    sampling = {"enabled": True, "dynamic_batching": batching}
+    config = {"data_efficiency": {"enabled": True, "data_sampling": sampling}}
+    start(config=config)
+    assert "data_sampling chooses samples" in caplog.text and "training_data=dataset" in caplog.text
+    caplog.clear()
+    start()
+    assert "data_sampling" not in caplog.text
+
+
 # ---------------------------------------------------------------- parameters
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -19,6 +20,8 @@ from ..data_efficiency.token_rates import TokenLR
 from ..feature import Asked, Feature, Training
 from ..grid import Grid
 from ..parallel.tensor import splits_sequence
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -88,6 +91,15 @@ class DataEfficiency(Feature):
         if not configured.has_sampler(self._config):
             return None
         return configured.loader_of(self._config, grid, dataset, collate_fn, seed)
+
+    def begin(self, engine: Training) -> None:
+        ours = self._config.data_efficiency
+        is_sampled = ours.curriculum is not None or ours.dynamic_batching is not None
+        if is_sampled and engine.loader is None and engine.grid.world.rank == 0:
+            log.warning(
+                "data_efficiency.data_sampling chooses samples of a loader that the engine makes, and there is none: "
+                "pass training_data=dataset to initialize(), or take engine.deepspeed_io(dataset)"
+            )
 
     # ---------------------------------------------------------------- a step
 
