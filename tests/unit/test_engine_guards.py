@@ -107,13 +107,18 @@ FIRST_STEPS = {  # the first step of each differs from a step with a state of ze
 }
 
 
-@pytest.mark.parametrize(("kind", "form"), [*((kind, "dense") for kind in FIRST_STEPS), ("NAdam", "dense, stage 3")])
+@pytest.mark.parametrize(
+    ("kind", "form"), [*((kind, "dense") for kind in FIRST_STEPS), ("NAdam", "dense, stage 3"), ("AdamW", "in files")]
+)
 def test_a_checkpoint_leaves_first_steps_to_parameters_that_have_taken_none(
     start: object, kind: str, form: str, tmp_path: Path
 ) -> None:
     """It is taken before the first step, and after one in which the head had no gradient."""
 
     def begun() -> zero.Engine:
+        if form == "in files":  # a dense optimizer's state there
+            device = {"device": "nvme", "nvme_path": str(tmp_path / "files")}
+            return start(config={"zero_optimization": {"stage": 1, "offload_optimizer": device}})[0]
         return start(form, optimizer=FIRST_STEPS[kind], config={"optimizer": None})[0]
 
     def trained(engine: zero.Engine, first: int = 0, saved: tuple[int, ...] = ()) -> Tensor:

@@ -171,6 +171,8 @@ class Dense(InNode):
     def state(self) -> tuple[dict[str, Tensor], StateDict]:
         if not self.shares_state:
             return super().state()
+        if isinstance(self.optimizer, Offload):
+            self.optimizer.begin_state()  # its own: it counts a step of torch's
         has_begun = any(self.optimizer.state.values())
         flat: dict[str, Any] = get_optimizer_state_dict(self.sharding.held, self.optimizer, options=_FLAT)
         flat = {name: x for name, x in flat.items() if name not in self._flat_masters()}
