@@ -195,9 +195,9 @@ class Run:
         return self
 
 
-def founded(hub: Hub, work: Callable[[Members], Any], fuses: Sequence[float]) -> Run:
-    """A run of founders "a", "b", ... with these fuses."""
+def founded(hub: Hub, work: Callable[[Members], Any], fuses: Sequence[float] | None = None) -> Run:
+    """A run of founders "a", "b", ... with these fuses; without, they live to the end."""
     run = Run(hub, work)
-    for name, fuse in zip("abcdefgh", fuses, strict=False):
+    for name, fuse in zip("abcdefgh", [float("inf")] * hub.founders if fuses is None else fuses, strict=False):
         run.start(name, fuse)
     return run

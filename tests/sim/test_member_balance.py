@@ -51,7 +51,7 @@ def train(
             found.append(torch.cat([p.detach() for p in params]).double().numpy())
         return samples, found
 
-    results = founded(Hub(2), work, [float("inf")] * 2).join().results
+    results = founded(Hub(2), work).join().results
     shares = [[len(results[name][0][step]) for name in "ab"] for step in range(STEPS)]
     assert shares[:5] == [[2, 2]] * 5 and shares[5:] == [[1, 3]] * (STEPS - 5)
     return results

@@ -493,7 +493,7 @@ def test_a_newcomer_with_another_order_is_refused() -> None:
     def work(members: Members) -> None:
         enter(members, MemberSampler(members, 10, 2, seed=int(members.rendezvous.name == "b")))
 
-    its = founded(Hub(2), work, [INF, INF])
+    its = founded(Hub(2), work)
     for thread in its.threads:
         thread.join(30)
     assert its.errors and all("differ between ranks" in str(error) for error in its.errors.values())

@@ -82,7 +82,7 @@ def check_same(run: Run, steps: int) -> None:
 @FORMS
 def test_a_newcomer_takes_over_counts_and_schedule(form: dict[str, Any]) -> None:
     hub = Hub(2)
-    run = founded(hub, lambda members: train(members, hub, form, 20, newcomers=1), [INF, INF]).joined_by("n")
+    run = founded(hub, lambda members: train(members, hub, form, 20, newcomers=1)).joined_by("n")
     assert set(run.results) == {"a", "b", "n"}
     check_same(run, 20)
 
@@ -108,7 +108,7 @@ def test_a_warm_up_leaves_no_trace(form: dict[str, Any], caplog: pytest.LogCaptu
         return parameters_of(engine.module), engine.micro_steps
 
     with_it, without = (
-        founded(Hub(1), partial(work, warms_up=warms_up), [INF]).join().results["a"] for warms_up in (True, False)
+        founded(Hub(1), partial(work, warms_up=warms_up)).join().results["a"] for warms_up in (True, False)
     )
     assert torch.equal(with_it[0], without[0]) and with_it[1] == without[1] == 8
     assert "micro-batches ran between" not in caplog.text
@@ -133,7 +133,7 @@ def test_random_changes_leave_engines_equal(form: dict[str, Any], seed: int) -> 
 @pytest.mark.parametrize("form", [ONE_BIT, DENSE], ids=["one bit", "dense"])
 def test_one_member_trains_as_the_engine_alone(form: dict[str, Any]) -> None:
     hub = Hub(1)
-    (params, *_), *_ = founded(hub, lambda members: train(members, hub, form, 12), [INF]).join().results.values()
+    (params, *_), *_ = founded(hub, lambda members: train(members, hub, form, 12)).join().results.values()
     model = net()
     parts = {"lr": 1e-2, "weight_decay": 0.0}
     transport = SimTransport()
@@ -210,7 +210,7 @@ def test_one_member_serves_alone() -> None:
         assert members.roster is not None
         return members.roster.epoch
 
-    assert founded(Hub(2), work, [INF, INF]).join().results == {"a": 1, "b": 1}
+    assert founded(Hub(2), work).join().results == {"a": 1, "b": 1}
 
 
 def test_data_that_is_divided_among_ranks_is_refused() -> None:
@@ -240,7 +240,7 @@ def test_a_save_makes_buffers_equal_and_lands_no_step(tmp_path: Any, monkeypatch
             for transport, axis in zip(met, ("shard", "replica"), strict=False)
         ]
 
-    assert founded(Hub(1), work, [INF]).join().results == {"a": (True, [True, True])}
+    assert founded(Hub(1), work).join().results == {"a": (True, [True, True])}
 
 
 @FORMS
@@ -265,8 +265,8 @@ def test_a_founder_resumes_for_all(form: dict[str, Any], tmp_path: Any) -> None:
         membership.end(engine.optimizer)
         return [parameters_of(engine.module), first, engine.get_lr(), engine.global_samples]
 
-    founded(Hub(2), lambda members: work(members, "", 6), [INF, INF]).join()
-    results = founded(Hub(3), lambda members: work(members, "b", 10), [INF] * 3).join().results
+    founded(Hub(2), lambda members: work(members, "", 6)).join()
+    results = founded(Hub(3), lambda members: work(members, "b", 10)).join().results
     (params, first, *rest), *others = results.values()
     assert first == 6 and rest[-1] == 80
     assert all(torch.equal(params, theirs) and told == [first, *rest] for theirs, *told in others)
