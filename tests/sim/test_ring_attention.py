@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ring_layouts import in_pieces
+from test_ring_layouts import WORLDS, drawn, in_pieces, whole
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,26 +19,6 @@ from onebit.zero.sequence.pieces import Pieces
 from onebit.zero.sequence.ranks import SequenceRanks, widest_degree
 from onebit.zero.sequence.ring import ring_attention
 from onebit.zero.sequence.sight import Sight
-
-WORLDS = (1, 2, 3, 4, 5, 8)
-
-
-def drawn(length: int, heads: int = 4, groups: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Queries, keys, values, and the gradient of the output."""
-    generator = torch.Generator().manual_seed(length)
-    return [
-        torch.randn(2, each, length, 8, generator=generator, dtype=torch.float64).to(dtype)
-        for each in (heads, groups, groups, heads)
-    ]
-
-
-def whole(given: list[Tensor], seen: bool | Tensor, scale: float | None = None) -> list[Tensor]:
-    """The output and three gradients, in float64 and of torch's operations. seen: whether causal, or a mask."""
-    q, k, v, grad = (x.double() for x in given)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    options = {"attn_mask": seen} if isinstance(seen, Tensor) else {"is_causal": seen}
-    out = F.scaled_dot_product_attention(q, k, v, **options, scale=scale, enable_gqa=True)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 
 def dense_mask(
@@ -99,7 +79,7 @@ def check(
     pieces, mask = Pieces(length, W), dense_mask(length, documents=documents, **seen)
     ids = None if documents is None else torch.tensor(documents)
     found, sent = in_pieces(W, given, scale=scale, documents=ids, **seen)
-    for x, expected in zip(found, whole(given, mask, scale), strict=True):
+    for x, expected in zip(found, whole(given, mask, scale=scale), strict=True):
         assert x.dtype == given[0].dtype
         torch.testing.assert_close(x.double(), expected, rtol=rtol, atol=atol)
     for me in range(W):
@@ -246,7 +226,7 @@ def test_key_value_heads_travel_alone(heads: int, groups: int) -> None:
 def test_any_order_of_dimensions_in_memory(W: int, U: int, order: tuple[int, ...]) -> None:
     """Tensor ranks make queries whose elements are no neighbours, which torch's kernel would read as if they were."""
     given = drawn(21, 4, 4)
-    for x, expected in zip(in_pieces(W, given, U, order)[0], whole(given, True), strict=True):
+    for x, expected in zip(in_pieces(W, given, U, order)[0], whole(given, dense_mask(21)), strict=True):
         torch.testing.assert_close(x.double(), expected, rtol=0, atol=1e-5)
 
 
@@ -321,7 +301,8 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
 def test_blocks_travel_in_few_bytes(codec: Codec, bytes_per_element: float, tolerance: float) -> None:
     """The error of output and gradients, as a share of their size."""
     given, W = drawn(48, 4, 2), 3
-    pieces, expected = Pieces(48, W), whole(given, True)
+    pieces, mask = Pieces(48, W), dense_mask(48)
+    expected = whole(given, mask)
 
     def rank(transport: SimTransport) -> tuple[list[Tensor], int]:
         q, k, v, grad = (pieces.cut(x, transport.rank, 2).requires_grad_() for x in given)
@@ -333,7 +314,6 @@ def test_blocks_travel_in_few_bytes(codec: Codec, bytes_per_element: float, tole
     for parts, wanted in zip(zip(*(found for found, _ in ranks), strict=True), expected, strict=True):
         error = float((pieces.join(list(parts), 2) - wanted).norm() / wanted.norm())
         assert 0 < error < tolerance
-    mask = dense_mask(48)
     elements = [2 * 2 * 2 * 8 * sum(ranges_of(mask, pieces, r, me) for r in range(W)) for me in range(W)]
     for (_, sent), count in zip(ranks, elements, strict=True):
         assert sent == pytest.approx(count * bytes_per_element, rel=0.05)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -34,20 +33,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def drawn(length: int) -> list[Tensor]:
-    """Queries of four heads, keys and values of two, and the gradient of the output."""
+def drawn(length: int, heads: int = 4, groups: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Queries, keys, values, and the gradient of the output."""
     generator = torch.Generator().manual_seed(length)
-    return [torch.randn(2, heads, length, 8, generator=generator) for heads in (4, 2, 2, 4)]
+    return [
+        torch.randn(2, each, length, 8, generator=generator, dtype=torch.float64).to(dtype)
+        for each in (heads, groups, groups, heads)
+    ]
 
 
-def whole(given: list[Tensor], seen: Tensor, softcap: float | None = None) -> list[Tensor]:
+def whole(given: list[Tensor], seen: Tensor, softcap: float | None = None, scale: float | None = None) -> list[Tensor]:
     """The output and three gradients, in float64, of scores with a mask."""
     q, k, v = (x.double().requires_grad_() for x in given[:3])
-    scores = q @ k.repeat_interleave(2, 1).mT / math.sqrt(q.shape[3])
+    of_each = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(of_each, 1).mT * (scale or q.shape[3] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    out = weights @ v.repeat_interleave(2, 1)
+    out = weights @ v.repeat_interleave(of_each, 1)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3].double())]
 
 
