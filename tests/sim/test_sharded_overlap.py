@@ -172,15 +172,23 @@ def test_a_state_is_saved_and_loaded_between_a_backward_pass_and_its_step() -> N
 
 
 @pytest.mark.usefixtures("votes")
-def test_ranks_with_different_options_write_nothing() -> None:
+@pytest.mark.parametrize(
+    ("stage", "warmup_steps", "option"), [(0, 2, "lr"), (1, 2, "lr"), (2, 2, "lr"), (1, 0, "betas")]
+)
+def test_ranks_with_different_options_write_nothing(stage: int, warmup_steps: int, option: str) -> None:
+    """Rates that differ before backward; or what a momentum weighs, once frames have gone up."""
+
     def work(transport: SimTransport) -> None:
-        params, optimizer = new(transport, sizes=SIZES, bucket_cap_mb=CAP, warmup_steps=0)
+        params, optimizer = new(transport, sizes=SIZES, stage=stage, bucket_cap_mb=CAP, warmup_steps=warmup_steps)
         take_steps(params, optimizer, range(3))
-        before, state = values(params), state_of(optimizer)
+        before, state, group = values(params), state_of(optimizer), optimizer.param_groups[0]
         optimizer.zero_grad()
-        backward(params, 3, transport.rank)
-        optimizer.param_groups[0]["betas"] = (0.9 - 0.1 * transport.rank, 0.99)
-        with pytest.raises(DesyncError, match=r"different values of betas\[0\] in parameter group 0"):
+        if option == "lr":
+            group["lr"] = 0.01 * (1 + transport.rank)
+        with pytest.raises(DesyncError, match=rf"different values of {option}.* in parameter group 0"):
+            backward(params, 3, transport.rank)
+            if option == "betas":
+                group["betas"] = (0.9 - 0.1 * transport.rank, 0.99)
             optimizer.step()
         assert torch.equal(values(params), before) and same(state_of(optimizer), state)
 
