@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from family import FAMILY, flat, fresh, loss_of, model, train
+from family import FAMILY, flat, fresh, loss_of, model, same, train
 from torch import Tensor, nn
 
 import onebit
@@ -167,10 +167,10 @@ def test_clipping_survives_a_spike_after_the_freeze() -> None:
 
 
 def test_gradscaler_and_overflow() -> None:
-    """The scale is taken out in step(); an overflow on one rank makes both skip."""
+    """The scale is taken out in step(), overlap or not; an overflow on one rank makes both skip."""
 
-    def ours(transport: SimTransport, scaled: bool) -> tuple[Tensor, int]:
-        net, optimizer = fresh(transport, overlap=False)
+    def ours(transport: SimTransport, scaled: bool, overlap: bool = False) -> tuple[Tensor, int]:
+        net, optimizer = fresh(transport, overlap=overlap)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
         for step in range(9):
             optimizer.zero_grad()
@@ -185,6 +185,8 @@ def test_gradscaler_and_overflow() -> None:
         return flat(net), optimizer.stats.skipped_steps
 
     plain, _ = run_ranks(2, lambda transport: ours(transport, False))[0]
-    for weights, skipped in run_ranks(2, lambda transport: ours(transport, True)):
+    late, early = (run_ranks(2, lambda transport, on=on: ours(transport, True, on)) for on in (False, True))
+    assert same(late, early)
+    for weights, skipped in late:
         assert skipped == 1
         torch.testing.assert_close(weights, plain, atol=1e-6, rtol=0)
