@@ -237,7 +237,7 @@ def test_overlap_changes_nothing() -> None:
     assert same(with_overlap, without)
 
 
-@pytest.mark.parametrize(("name", "bad_step"), [("OnebitAdam", 9), ("OnebitLamb", 2)])
+@pytest.mark.parametrize(("name", "bad_step"), [("OnebitAdam", 9), ("OnebitLamb", 2), ("OnebitMuon", 9)])
 def test_a_bad_gradient_on_one_rank_makes_all_skip_and_leaves_no_trace(name: str, bad_step: int) -> None:
     check_skip(name, (2, 2), bad_step, float("nan"))
 
