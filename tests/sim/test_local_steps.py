@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import refused
 from local_runs import BLOCK, BLOCKS, Run, flat, make_params, noise, set_gradients, start, targets
 from torch import nn
 
@@ -141,8 +142,7 @@ def test_a_drifting_anchor_is_found() -> None:
         run = Run(transport, every=2, check_replicas_every=2).train(range(2))
         if transport.rank == 1:
             run.optimizer.buckets[0].anchor[3] += 1e-3
-        with pytest.raises(ReplicaError, match="the anchor of"):
-            run.train(range(2, 6))
+        refused(ReplicaError, "the anchor of", run.train, range(2, 6))
 
     run_ranks(2, ours)
 
@@ -316,8 +316,7 @@ def test_auto_is_the_least_interval_that_the_network_allows() -> None:
     assert run.optimizer.interval.chosen == 6  # no network to measure here
     assert interval_of(3) == Fixed(3)
     for wrong in ({"least": 0}, {"least": 9, "most": 8}, {"share": 0.0}):
-        with pytest.raises(ValueError, match=f"{next(iter(reversed(wrong)))} must be "):
-            Auto(**wrong)
+        refused(ValueError, f"{next(iter(reversed(wrong)))} must be ", Auto, **wrong)
 
 
 def test_a_lost_rank_is_an_error_without_members() -> None:
@@ -401,8 +400,7 @@ def test_it_is_a_torch_optimizer() -> None:
         new.grad = torch.ones(5)
         optimizer.step()
         assert optimizer.stats.phase == "round" and not torch.equal(new.detach(), torch.ones(5))
-        with pytest.raises(TypeError, match="neither copied nor pickled"):
-            copy.deepcopy(optimizer)
+        refused(TypeError, "neither copied nor pickled", copy.deepcopy, optimizer)
 
     run_ranks(2, ours)
 
@@ -421,8 +419,7 @@ def test_a_round_that_cannot_be_sent_is_the_same_error_when_it_is_tried_again(de
     def ours(transport: SimTransport) -> None:
         run = Run(transport, torch.optim.SGD, every=2, delay=delay, codec=Full(block=64))
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="out of memory"):
-                run.train(range(2))
+            refused(RuntimeError, "out of memory", run.train, range(2))
             run.optimizer.fragments[0].due = run.optimizer.steps + 1
 
     run_ranks(2, ours)
@@ -483,33 +480,22 @@ def test_wrong_uses_are_refused_with_the_remedy() -> None:
             inner = torch.optim.SGD(make_params(), lr=0.1) if inner is None else inner
             return onebit.LocalSteps(inner, transport=transport, **options)
 
-        with pytest.raises(TypeError, match=r"LocalSteps\(torch\.optim\.AdamW"):
-            make(make_params())
+        refused(TypeError, r"LocalSteps\(torch\.optim\.AdamW", make, make_params())
         with pytest.raises(TypeError, match="exchanges with other ranks itself"):
             make(onebit.OnebitAdam(make_params(), transport=transport))
-        with pytest.raises(TypeError, match=r"differences travel in a Codec, .* SignCodec\(\); got 'sign'"):
-            make(codec="sign")
-        with pytest.raises(TypeError, match="closure several times"):
-            make(torch.optim.LBFGS(make_params()))
+        refused(TypeError, r"differences travel in a Codec, .* SignCodec\(\); got 'sign'", make, codec="sign")
+        refused(TypeError, "closure several times", make, torch.optim.LBFGS(make_params()))
         with pytest.raises(TypeError, match=r"parameter 0 of group 0 is torch.float64; .* takes float32"):
             make(torch.optim.SGD([nn.Parameter(torch.zeros(3, dtype=torch.float64))], lr=0.1))
-        with pytest.raises(ValueError, match="at least 1"):
-            make(every=0)
-        with pytest.raises(ValueError, match="from step 0 on"):
-            make(every={5: 3})
-        with pytest.raises(ValueError, match='or "auto"'):
-            make(every="soon")
-        with pytest.raises(ValueError, match="lower delay"):
-            make(every=4, delay=4)
-        with pytest.raises(ValueError, match="smaller bucket_cap_mb"):
-            make(every=8, fragments=3)
-        with pytest.raises(ValueError, match="outer_momentum"):
-            make(outer_momentum=1.0)
+        refused(ValueError, "at least 1", make, every=0)
+        refused(ValueError, "from step 0 on", make, every={5: 3})
+        refused(ValueError, 'or "auto"', make, every="soon")
+        refused(ValueError, "lower delay", make, every=4, delay=4)
+        refused(ValueError, "smaller bucket_cap_mb", make, every=8, fragments=3)
+        refused(ValueError, "outer_momentum", make, outer_momentum=1.0)
         for name in ("outer_lr", "outer_momentum", "error_decay"):
-            with pytest.raises(TypeError, match=f"LocalSteps: {name} must be a number, got None"):
-                make(**{name: None})
-        with pytest.raises(TypeError, match=r"pass its SGD alone, .*\"local_steps\": .*without the engine"):
-            check_optimizer(make())
+            refused(TypeError, f"LocalSteps: {name} must be a number, got None", make, **{name: None})
+        refused(TypeError, r"pass its SGD alone, .*\"local_steps\": .*without the engine", check_optimizer, make())
         with pytest.raises(ValueError, match="this optimizer is local steps around SGD"):
             make().load_state_dict(onebit.OnebitAdam(make_params(), transport=transport).state_dict())
 
@@ -524,15 +510,13 @@ def test_other_options_on_one_rank_are_an_error_on_all() -> None:
     def rates(transport: SimTransport) -> None:
         run = Run(transport, every=2, inner_options={"weight_decay": 0.1})
         run.optimizer.param_groups[0]["lr"] = 0.01 * (1 + transport.rank)
-        with pytest.raises(DesyncError, match="different weight decay"):
-            run.train(range(4))
+        refused(DesyncError, "different weight decay", run.train, range(4))
 
     def steps(transport: SimTransport) -> None:
         run = Run(transport, every=2)
         run.optimizer.steps += transport.rank
         run.optimizer.fragments[0].due += transport.rank
-        with pytest.raises(DesyncError, match="different steps since the start"):
-            run.train(range(4))
+        refused(DesyncError, "different steps since the start", run.train, range(4))
 
     for wrong in (options, rates, steps):
         run_ranks(2, wrong)
@@ -544,8 +528,7 @@ def test_a_parameter_that_was_frozen_and_trains_is_an_error() -> None:
         optimizer = onebit.LocalSteps(torch.optim.SGD([frozen, p], lr=0.1), every=2, transport=transport)
         frozen.requires_grad_(True)
         frozen.grad, p.grad = torch.ones(3), torch.ones(3)
-        with pytest.raises(RuntimeError, match="was frozen when"):
-            optimizer.step()
+        refused(RuntimeError, "was frozen when", optimizer.step)
 
     run_ranks(1, ours)
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import refused
 from faults.member_runs import Hub, Killed, Run, founded
 from test_membership import await_newcomers
 from torch import Tensor, nn
@@ -350,8 +351,7 @@ def test_a_state_of_torchdatas_loader_is_refused() -> None:
     loader = torchdata.StatefulDataLoader(Numbers(10), batch_sampler=sampler)
     next(sampler.batches(loader))
     loader.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match="load the sampler's state alone"):
-        sampler.batches(loader)
+    refused(ValueError, "load the sampler's state alone", sampler.batches, loader)
     members.close()
 
 
@@ -410,8 +410,7 @@ def test_a_position_within_a_step_is_that_of_its_beginning() -> None:
     ],
 )
 def test_an_option_that_does_not_fit_is_told(options: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        alone(**{"samples": 10, "batch_size": 2, **options})
+    refused(ValueError, why, alone, **{"samples": 10, "batch_size": 2, **options})
 
 
 @pytest.mark.parametrize(
@@ -432,8 +431,7 @@ def test_an_option_that_does_not_fit_is_told(options: dict[str, Any], why: str) 
 def test_a_loader_that_does_not_fit_is_told(make: Callable[[MemberSampler], DataLoader[Any]], why: str) -> None:
     members, sampler = alone(10, 2)
     enter(members, sampler)
-    with pytest.raises(ValueError, match=why):
-        sampler.batches(make(sampler))
+    refused(ValueError, why, sampler.batches, make(sampler))
     members.close()
 
 
@@ -454,15 +452,11 @@ def test_a_step_under_way_has_no_balanced_shares() -> None:
 def test_misuse_is_told() -> None:
     members, sampler = alone(10, 2, micro_batches=2)
     loader = DataLoader(Numbers(10), batch_sampler=sampler)
-    with pytest.raises(RuntimeError, match="begin\\(optimizer, sampler=sampler\\)"):
-        next(sampler.batches(loader))
-    with pytest.raises(RuntimeError, match=r"sampler.batches\(loader\)"):
-        next(iter(loader))
+    refused(RuntimeError, "begin\\(optimizer, sampler=sampler\\)", next, sampler.batches(loader))
+    refused(RuntimeError, r"sampler.batches\(loader\)", list, loader)
     stream = MemberStream(Stream(9), sampler)
-    with pytest.raises(RuntimeError, match=r"sampler.batches\(loader\)"):
-        next(iter(DataLoader(stream, batch_size=2)))
-    with pytest.raises(TypeError, match="read again from its beginning"):
-        MemberStream(iter(range(10)), sampler)
+    refused(RuntimeError, r"sampler.batches\(loader\)", list, DataLoader(stream, batch_size=2))
+    refused(TypeError, "read again from its beginning", MemberStream, iter(range(10)), sampler)
     with pytest.raises(TypeError, match="expected the Members"):
         MemberSampler("members", 10, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="seed=1, and this sampler has seed=0"):
@@ -476,8 +470,7 @@ def test_misuse_is_told() -> None:
         for _ in range(5):
             next(batches)
     next(sampler.batches(loader))
-    with pytest.raises(ValueError, match="after 1 of 2 micro-batches; take all from"):
-        sampler.leave_world()
+    refused(ValueError, "after 1 of 2 micro-batches; take all from", sampler.leave_world)
     members.close()
 
 

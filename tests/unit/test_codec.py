@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import write_golden
+from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -105,8 +106,7 @@ class TestContract:
     def test_frames_are_as_long_as_said_and_aligned(self, codec: Codec) -> None:
         for blocks in range(20):
             assert codec.frame_bytes(blocks * codec.block) % 16 == 0
-        with pytest.raises(ValueError, match="whole number of blocks"):
-            codec.frame_bytes(codec.block + 1)
+        refused(ValueError, "whole number of blocks", codec.frame_bytes, codec.block + 1)
 
     def test_zeros_stay_zero(self, codec: Codec) -> None:
         frames, residual = encode(codec, torch.zeros(2, 2 * codec.block))
@@ -203,10 +203,8 @@ class TestContract:
                 lambda frames=frames: codec.decode_mean(frames, x[0]),
                 lambda frames=frames: codec.is_finite(frames, n),
             ):
-                with pytest.raises(ValueError, match=rf"frames must have shape \(., {B}\), got shape \(., {wrong}\)"):
-                    use()
-        with pytest.raises(ValueError, match="frames"):
-            codec.decode(torch.zeros(1, B, dtype=torch.uint8), x)
+                refused(ValueError, rf"frames must have shape \(., {B}\), got shape \(., {wrong}\)", use)
+        refused(ValueError, "frames", codec.decode, torch.zeros(1, B, dtype=torch.uint8), x)
 
     def test_extreme_values(self, codec: Codec) -> None:
         x = torch.tensor(SPECIAL).repeat(codec.block)[: codec.block].view(1, -1)
@@ -316,23 +314,19 @@ def test_frames_are_golden() -> None:
     [({"block": 100}, "multiple of 64"), ({"scale": "max"}, "mean_abs"), ({"kernel": "x"}, "kernel must be")],
 )
 def test_bad_options_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SignCodec(**options)
+    refused(ValueError, message, SignCodec, **options)
 
 
 def test_bad_int4_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="multiple of 32"):
-        Int4Codec(block=48)
-    with pytest.raises(ValueError, match="kernel must be"):
-        Int4Codec(kernel="x")
+    refused(ValueError, "multiple of 32", Int4Codec, block=48)
+    refused(ValueError, "kernel must be", Int4Codec, kernel="x")
 
 
 @pytest.mark.parametrize(
     ("options", "message"), [({"block": 24}, "multiple of 16"), ({"kernel": "x"}, "kernel must be")]
 )
 def test_bad_int8_options_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Int8Codec(**options)
+    refused(ValueError, message, Int8Codec, **options)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-35, 1e30])

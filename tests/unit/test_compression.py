@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from compression_cases import GPT_TECHNIQUES, ConvNet, config, gpt, gpt_loss, technique, train, windows
+from errors import refused
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from train.model import ModelSize, build_model
@@ -273,8 +274,7 @@ def test_a_copy_is_a_model_of_its_own() -> None:
 def test_a_static_range_is_that_of_training() -> None:
     static = technique(["mlp_in"], {"bits": 8}, range_calibration="static", quantization_type="asymmetric")
     model = init_compression(gpt(), config(activation_quantization=static))
-    with pytest.raises(RuntimeError, match="has seen no training batch"):
-        said(model.eval())
+    refused(RuntimeError, "has seen no training batch", said, model.eval())
     train(model.train(), gpt_loss, 3)
     low = model.blocks[0].mlp_in.activation_quantization.low.clone()
     said(model.eval())
@@ -357,20 +357,17 @@ def test_a_damaged_file_or_one_of_another_model_changes_nothing(tmp_path: Path) 
     export_compressed(redundancy_clean(after_training(GPT_TECHNIQUES)), file)
     other = build_model(ModelSize(layers=3, width=16, heads=4, context=8), 0)
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(ValueError, match=r"is of another model: the file has no blocks.2"):
-        import_compressed(other, file)
+    refused(ValueError, r"is of another model: the file has no blocks.2", import_compressed, other, file)
     wider = build_model(ModelSize(layers=2, width=32, heads=4, context=8), 0)
     with pytest.raises(ValueError, match=r"bytes.weight has shape \(256, 16\) there and \(256, 32\) here"):
         import_compressed(wider, file)
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged"):
-        import_compressed(other, file)
+    refused(ValueError, "is damaged", import_compressed, other, file)
     assert all(torch.equal(x, before[name]) for name, x in other.state_dict().items())
     zero.compression.sizes(other)
-    with pytest.raises(ValueError, match="cannot be read"):
-        import_compressed(other, tmp_path / "none.safetensors")
+    refused(ValueError, "cannot be read", import_compressed, other, tmp_path / "none.safetensors")
 
 
 # ---------------------------------------------------------------- teachers
@@ -412,8 +409,7 @@ def test_layers_come_from_the_teacher() -> None:
 def test_a_wrong_layer_reduction_changes_nothing(change: dict, message: str) -> None:
     student = gpt()
     before = copy.deepcopy(student.state_dict())
-    with pytest.raises(ValueError, match=message):
-        init_compression(student, config(layer_reduction=REDUCTION | change), teacher())
+    refused(ValueError, message, init_compression, student, config(layer_reduction=REDUCTION | change), teacher())
     assert all(torch.equal(x, before[name]) for name, x in student.state_dict().items())
 
 
@@ -435,12 +431,9 @@ def test_the_loss_of_logits_is_that_of_the_paper() -> None:
     expected = 2.5**2 * (p * (p / q).log()).sum(-1).mean()
     torch.testing.assert_close(logits_loss(own, its, 2.5).double(), expected, rtol=1e-5, atol=0)
     assert float(logits_loss(its, its, 3.0)) == pytest.approx(0, abs=1e-6)
-    with pytest.raises(ValueError, match="expected a temperature above 0, got 0"):
-        logits_loss(own, its, 0)
-    with pytest.raises(ValueError, match=r"student's logits have shape \(2, 3, 5\), the teacher's \(2, 5\)"):
-        logits_loss(own, its[:, 0])
-    with pytest.raises(ValueError, match="layers of the same width are needed"):
-        hidden_loss(own, its[..., :4])
+    refused(ValueError, "expected a temperature above 0, got 0", logits_loss, own, its, 0)
+    refused(ValueError, r"student's logits have shape \(2, 3, 5\), the teacher's \(2, 5\)", logits_loss, own, its[:, 0])
+    refused(ValueError, "layers of the same width are needed", hidden_loss, own, its[..., :4])
 
 
 def test_distillation_pulls_a_student_to_its_teacher() -> None:
@@ -468,8 +461,7 @@ def test_distillation_pulls_a_student_to_its_teacher() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert float(now.detach()) < 0.5 * float(loss.detach())
-        with pytest.raises(RuntimeError, match="a hidden state is missing: call teach"):
-            distillation.loss(taught, taught)
+        refused(RuntimeError, "a hidden state is missing: call teach", distillation.loss, taught, taught)
     assert not any(module._forward_hooks for module in [*student.modules(), *its.modules()])
     with pytest.raises(ValueError, match="layer_map names layer 2 of the student, whose 'blocks' is 2 layers"):
         Distillation(student, its, layer_map={2: 0}, layers="blocks")
@@ -547,8 +539,7 @@ def test_what_is_wrong_is_named_before_anything_is_changed(techniques: dict, mes
     model = gpt()
     before = copy.deepcopy(model.state_dict())
     both = {"activation_quantization": GPT_TECHNIQUES["activation_quantization"]} | techniques
-    with pytest.raises(ValueError, match=message):
-        init_compression(model, config(**both))
+    refused(ValueError, message, init_compression, model, config(**both))
     assert list(model.state_dict()) == list(before) and not any(m._forward_pre_hooks for m in model.modules())
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     init_compression(model, config(**GPT_TECHNIQUES))
@@ -556,17 +547,14 @@ def test_what_is_wrong_is_named_before_anything_is_changed(techniques: dict, mes
 
 def test_calls_that_cannot_be_meant() -> None:
     model = gpt()
-    with pytest.raises(ValueError, match="the model has no techniques: call init_compression"):
-        redundancy_clean(model)
-    with pytest.raises(ValueError, match=r"the model has no techniques: call onebit.zero.init_compression"):
-        CompressionScheduler(model)
+    refused(ValueError, "the model has no techniques: call init_compression", redundancy_clean, model)
+    refused(ValueError, r"the model has no techniques: call onebit.zero.init_compression", CompressionScheduler, model)
     with pytest.raises(ValueError, match=r'config has no block "compression_training": write \{"compression_tr'):
         init_compression(model, GPT_TECHNIQUES)
     with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got int"):
         init_compression(3, config(**GPT_TECHNIQUES))  # type: ignore[type-var]
     init_compression(model, config(**GPT_TECHNIQUES))
-    with pytest.raises(ValueError, match="the model has techniques already"):
-        init_compression(model, config(**GPT_TECHNIQUES))
+    refused(ValueError, "the model has techniques already", init_compression, model, config(**GPT_TECHNIQUES))
     with pytest.raises(ValueError, match="not the one that init_compression was given"):
         redundancy_clean(model, config(row_pruning=GPT_TECHNIQUES["row_pruning"]))
     normed = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -82,14 +83,10 @@ def test_pacing_rises_from_first_to_last(first: int, more: int, total: int, mult
 
 def test_pacing_that_makes_no_sense() -> None:
     for wrong in ({"first": 5, "last": 4}, {"first": -1, "last": 4}):
-        with pytest.raises(ValueError, match="expected 0 <= first <= last"):
-            Root(**wrong, total_steps=3)
-    with pytest.raises(ValueError, match="total_steps = 0"):
-        Root(1, 2, 0)
-    with pytest.raises(ValueError, match="a table of 3 difficulties needs 2 steps"):
-        Discrete((1, 2, 3), (5,))
-    with pytest.raises(ValueError, match="must rise"):
-        Discrete((1, 2, 3), (5, 5))
+        refused(ValueError, "expected 0 <= first <= last", Root, **wrong, total_steps=3)
+    refused(ValueError, "total_steps = 0", Root, 1, 2, 0)
+    refused(ValueError, "a table of 3 difficulties needs 2 steps", Discrete, (1, 2, 3), (5,))
+    refused(ValueError, "must rise", Discrete, (1, 2, 3), (5, 5))
 
 
 # ---------------------------------------------------------------- metrics
@@ -111,14 +108,10 @@ def test_metrics_by_hand() -> None:
 
 
 def test_metrics_of_what_has_none() -> None:
-    with pytest.raises(TypeError, match="the entries tokens, not 'input_ids'; pass field="):
-        Length()([{"tokens": [1]}])
-    with pytest.raises(TypeError, match="one row of integers, got float32 of shape"):
-        Length()([torch.randn(3)])
-    with pytest.raises(ValueError, match="token 2 was never counted"):
-        VocabularyRarity(np.array([1, 1, 0]))([torch.tensor([0, 2])])
-    with pytest.raises(ValueError, match="must be a finite number"):
-        UserMetric(lambda sample: float("nan"))([1])
+    refused(TypeError, "the entries tokens, not 'input_ids'; pass field=", Length(), [{"tokens": [1]}])
+    refused(TypeError, "one row of integers, got float32 of shape", Length(), [torch.randn(3)])
+    refused(ValueError, "token 2 was never counted", VocabularyRarity(np.array([1, 1, 0])), [torch.tensor([0, 2])])
+    refused(ValueError, "must be a finite number", UserMetric(lambda sample: float("nan")), [1])
     with pytest.raises(ValueError, match="token 5 is beyond a vocabulary of 4"):
         count_vocabulary(Texts(5), 4, shows_progress=False)  # type: ignore[arg-type]
 
@@ -170,8 +163,7 @@ def test_a_pass_on_a_full_disk_ends_in_an_error(tmp_path: Path, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(OSError, match=r"No space left on device: .*length\.npy"):
-            _measured(tmp_path, Texts(47))
+        refused(OSError, r"No space left on device: .*length\.npy", _measured, tmp_path, Texts(47))
     assert _measured(tmp_path, Texts(47))["length"].tolist() == [k % 5 + 1 for k in range(47)]
 
 
@@ -305,14 +297,12 @@ def test_what_the_sampler_refuses() -> None:
         curriculum(metric=CurriculumMetric(BY_VALUE.pacing, VALUES + 10))
     with pytest.raises(ValueError, match="metric 'metric' has 3 values for a dataset of 20 samples"):
         curriculum(metric=CurriculumMetric(BY_VALUE.pacing, VALUES[:3]))
-    with pytest.raises(ValueError, match="selects samples by their values"):
-        CurriculumMetric(BY_VALUE.pacing)
+    refused(ValueError, "selects samples by their values", CurriculumMetric, BY_VALUE.pacing)
     with pytest.raises(ValueError, match='difficulty_type must be "value" or "percentile"'):
         CurriculumMetric(BY_VALUE.pacing, VALUES, "quantile")
     with pytest.raises(ValueError, match=r"the metric of 2 samples is no finite number, first that of sample 3"):
         CurriculumMetric(BY_VALUE.pacing, np.where(np.isin(np.arange(20), (3, 7)), np.nan, 1.0))
-    with pytest.raises(ValueError, match="a batch of 6 samples cannot be split into 4 parts"):
-        curriculum().draw(4)
+    refused(ValueError, "a batch of 6 samples cannot be split into 4 parts", curriculum().draw, 4)
     state = curriculum(metric=BY_VALUE)
     state.draw()
     with pytest.raises(ValueError, match="from a curriculum by metric, not by other"):
@@ -378,12 +368,10 @@ def test_batches_by_tokens_resume_to_the_bit(done: int) -> None:
 
 
 def test_what_batches_by_tokens_refuse() -> None:
-    with pytest.raises(ValueError, match="sample 5 has 8 tokens, a micro-batch at most 7"):
-        TokenSampler(LENGTHS, 7, 4)
+    refused(ValueError, "sample 5 has 8 tokens, a micro-batch at most 7", TokenSampler, LENGTHS, 7, 4)
     with pytest.raises(ValueError, match="makes 8 micro-batches of 8 tokens, and a step needs 12"):
         TokenSampler(LENGTHS, 8, 4, parts=12, order="order")
-    with pytest.raises(ValueError, match="batches of 2 micro-batches, asked for 3"):
-        TokenSampler(LENGTHS, 8, 4, parts=2).draw(3)
+    refused(ValueError, "batches of 2 micro-batches, asked for 3", TokenSampler(LENGTHS, 8, 4, parts=2).draw, 3)
     with pytest.raises(ValueError, match="not from one of batches by tokens"):
         TokenSampler(LENGTHS, 8, 4).load_state_dict(curriculum().state_dict())
 
@@ -489,12 +477,10 @@ def test_batches_are_cut_to_the_difficulty() -> None:
 def test_what_the_loader_refuses() -> None:
     (loader,) = loaders(1, passes=1)
     assert len(list(loader)) == len(loader) == 20
-    with pytest.raises(RuntimeError, match=r"all 1 passes over the data have been read; raise data_sampling"):
-        next(iter(loader))
+    refused(RuntimeError, r"all 1 passes over the data have been read; raise data_sampling", next, iter(loader))
     with pytest.raises(ValueError, match="that of a run without a curriculum"):
         loader.load_state_dict({"epoch": 1, "samples_done": 3, "seed": 0})
-    with pytest.raises(ValueError, match="fewer samples than a global batch"):
-        loaders(1, batch=48)
+    refused(ValueError, "fewer samples than a global batch", loaders, 1, batch=48)
 
 
 # ---------------------------------------------------------------- shorter sequences
@@ -542,8 +528,7 @@ def test_reshaping_keeps_all_tokens() -> None:
     assert a.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]] and torch.equal(b[1], y[0, 3:])
     assert reshape(x, 4).tolist() == [[0, 1, 2, 3], [6, 7, 8, 9]]  # what is no whole piece is dropped
     for wrong in (torch.tensor([1, 2]), torch.ones(2, 1, 6, 6), torch.ones(2, 6, 6).bool()):
-        with pytest.raises(ValueError, match="cannot be reshaped with its sequences of 6 tokens to ones of 3"):
-            reshape((x, wrong), 3)
+        refused(ValueError, "cannot be reshaped with its sequences of 6 tokens to ones of 3", reshape, (x, wrong), 3)
 
 
 # ---------------------------------------------------------------- rates by tokens

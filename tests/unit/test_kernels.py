@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import decode_both, decode_mean_both, encode_both
@@ -262,38 +263,28 @@ def test_encode_rejects(case: str) -> None:
     wrong, error, message = REJECTED_BY_ENCODE[case]
     arguments: dict[str, Any] = dict(x_KN=x2, error_KN=None, frames_KB=f2, counts_KJ=None, block=64, scale="rms")
     arguments.update(wrong)
-    with pytest.raises(error, match=message):
-        cpu.encode(**arguments)
+    refused(error, message, cpu.encode, **arguments)
 
 
 @needs_build
 def test_decode_rejects_what_encode_rejects() -> None:
-    with pytest.raises(TypeError, match="out must be"):
-        cpu.decode(f2, x2.double(), block=64, weight=1.0, keep=0.0)
-    with pytest.raises(ValueError, match="overlap"):
-        cpu.decode(f2, overlapping(2, 128), block=64, weight=1.0, keep=0.0)
-    with pytest.raises(ValueError, match=r"shape \(1, 32\)"):
-        cpu.decode(f2, x2[:1], block=64, weight=1.0, keep=0.0)
-    with pytest.raises(ValueError, match="one dimension"):
-        cpu.decode_mean(f2, x2, block=64)
-    with pytest.raises(ValueError, match="contiguous"):
-        cpu.decode_mean(f2, torch.zeros(256)[::2], block=64)
-    with pytest.raises(ValueError, match="no rows"):
-        cpu.decode_mean(f2[:0], x2[0], block=64)
+    refused(TypeError, "out must be", cpu.decode, f2, x2.double(), block=64, weight=1.0, keep=0.0)
+    refused(ValueError, "overlap", cpu.decode, f2, overlapping(2, 128), block=64, weight=1.0, keep=0.0)
+    refused(ValueError, r"shape \(1, 32\)", cpu.decode, f2, x2[:1], block=64, weight=1.0, keep=0.0)
+    refused(ValueError, "one dimension", cpu.decode_mean, f2, x2, block=64)
+    refused(ValueError, "contiguous", cpu.decode_mean, f2, torch.zeros(256)[::2], block=64)
+    refused(ValueError, "no rows", cpu.decode_mean, f2[:0], x2[0], block=64)
 
 
 @needs_build
 def test_int8_rejects_what_sign_rejects() -> None:
     x, frames = torch.zeros(2, 48), torch.zeros(2, 64, dtype=torch.uint8)
     cpu.int8_encode(x, None, frames, None, block=16)
-    with pytest.raises(ValueError, match="multiple of 16, got 24"):
-        cpu.int8_encode(x, None, frames, None, block=24)
+    refused(ValueError, "multiple of 16, got 24", cpu.int8_encode, x, None, frames, None, block=24)
     with pytest.raises(ValueError, match=r"shape \(2, 64\), got shape \(2, 48\)"):
         cpu.int8_encode(x, None, frames[:, :48], None, block=16)
-    with pytest.raises(TypeError, match="out must be"):
-        cpu.int8_decode(frames, x.double(), block=16, weight=1.0, keep=0.0)
-    with pytest.raises(ValueError, match=r"shape \(2, 64\), got shape \(2, 32\)"):
-        cpu.int8_decode_mean(frames[:, :32], x[0], block=16)
+    refused(TypeError, "out must be", cpu.int8_decode, frames, x.double(), block=16, weight=1.0, keep=0.0)
+    refused(ValueError, r"shape \(2, 64\), got shape \(2, 32\)", cpu.int8_decode_mean, frames[:, :32], x[0], block=16)
 
 
 @needs_build
@@ -322,11 +313,10 @@ def opened(path: Path, abi_version: int = cpu._library.abi_version) -> SharedLib
 def test_a_library_of_another_abi_is_refused() -> None:
     assert not opened(cpu._library.path).why_not()
     built = cpu._library.abi_version
-    refused = opened(cpu._library.path, abi_version=999)
-    assert f"has ABI {built} and this package needs 999; install a C++ compiler and reinstall" in refused.why_not()
-    assert not refused.is_built()
-    with pytest.raises(ImportError, match="needs 999"):
-        refused.get()
+    other = opened(cpu._library.path, abi_version=999)
+    assert f"has ABI {built} and this package needs 999; install a C++ compiler and reinstall" in other.why_not()
+    assert not other.is_built()
+    refused(ImportError, "needs 999", other.get)
 
 
 def test_a_missing_or_broken_library_is_a_sentence(tmp_path: Path) -> None:
@@ -348,5 +338,4 @@ def test_without_the_library_the_reference_runs_and_says_so_once(caplog: pytest.
             assert kernels.select("auto", torch.device("cpu")) is reference
     assert [record.name for record in caplog.records] == [cpu.__name__]
     assert "reference (pure torch): the C++ kernel is not built" in kernels.describe()
-    with pytest.raises(ImportError, match="is not built; install a C"):
-        kernels.select("cpu", torch.device("cpu"))
+    refused(ImportError, "is not built; install a C", kernels.select, "cpu", torch.device("cpu"))

@@ -7,6 +7,7 @@ import itertools
 import pipeline_model
 import pytest
 import torch
+from errors import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -25,8 +26,7 @@ def whole(model: PipelineModule) -> nn.Module:
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=8), st.integers(1, 8))
 def test_the_heaviest_stage_is_as_light_as_can_be(weights: list[float], parts: int) -> None:
     if parts > len(weights):
-        with pytest.raises(ValueError, match="cannot be divided"):
-            balance(weights, parts)
+        refused(ValueError, "cannot be divided", balance, weights, parts)
         return
     found = balance(weights, parts)
     assert [k for part in found for k in part] == list(range(len(weights))) and all(found)
@@ -99,8 +99,7 @@ def test_how_layers_are_shared_out() -> None:
     assert max(sizes) < 0.65 * sum(sizes)
     with pytest.raises(ValueError, match="matches none of the layers: Embedding, Positions, Block, LayerNorm"):
         model.cut(2, "type:attention")
-    with pytest.raises(ValueError, match="partition_method must be"):
-        model.cut(2, "weight")
+    refused(ValueError, "partition_method must be", model.cut, 2, "weight")
 
 
 def test_measured_time_shares_out_what_takes_long() -> None:
@@ -120,12 +119,9 @@ def test_lists_that_make_no_model_are_refused() -> None:
         ([layer, layer], ValueError, "tie it with TiedLayerSpec"),
         ([3], TypeError, "layer 0: expected a LayerSpec, a module or a function, got int"),
     ]:
-        with pytest.raises(kind, match=says):
-            PipelineModule(layers, loss_fn=torch.nn.functional.mse_loss)
-    with pytest.raises(TypeError, match="takes a class"):
-        LayerSpec(layer)
-    with pytest.raises(ValueError, match="must not contain a dot"):
-        TiedLayerSpec("a.b", nn.Linear, 2, 2)
+        refused(kind, says, PipelineModule, layers, loss_fn=torch.nn.functional.mse_loss)
+    refused(TypeError, "takes a class", LayerSpec, layer)
+    refused(ValueError, "must not contain a dot", TiedLayerSpec, "a.b", nn.Linear, 2, 2)
     with pytest.raises(ValueError, match="pass example="):
         PipelineModule([layer], loss_fn=torch.nn.functional.mse_loss, partition_method="time")
 
@@ -156,8 +152,7 @@ def test_what_no_schedule_can_run_is_refused_before_there_is_a_process_group(
         "zero_optimization": {"stage": zero_stage},
         "pipeline": {"stages": stages, **block},
     }
-    with pytest.raises(ValueError, match=says):
-        zero.initialize(model=pipeline_model.model(), config=config)
+    refused(ValueError, says, zero.initialize, model=pipeline_model.model(), config=config)
     assert not torch.distributed.is_initialized()
 
 
@@ -165,8 +160,7 @@ def test_a_module_is_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     config = {"train_batch_size": 8, "optimizer": {"type": "OneBitAdam"}, "pipeline": {"stages": 2}}
-    with pytest.raises(TypeError, match="the model is a Linear"):
-        zero.initialize(model=nn.Linear(2, 2), config=config)
+    refused(TypeError, "the model is a Linear", zero.initialize, model=nn.Linear(2, 2), config=config)
     with pytest.raises(ValueError, match="8 ranks cannot be divided by the 3 that read each batch together"):
         zero.initialize(model=pipeline_model.model(), config=config | {"pipeline": {"stages": 3}})
     assert not torch.distributed.is_initialized()
@@ -230,7 +224,6 @@ def test_a_module_is_cut_at_named_places() -> None:
     pipeline_model.loss_of(value, y).backward()
     with pytest.raises(ValueError, match=r"traced for inputs of shapes \[\(4, 8\)\], a micro-batch has \[\(3, 8\)\]"):
         model.stages([range(1)])[0](x[:3])
-    with pytest.raises(ValueError, match=r"no submodule 'layers\.0'"):
-        zero.split(net, ["layers.0"], x, loss_fn=pipeline_model.loss_of)
+    refused(ValueError, r"no submodule 'layers\.0'", zero.split, net, ["layers.0"], x, loss_fn=pipeline_model.loss_of)
     with pytest.raises(ValueError, match=r"table.weight and head.weight are one parameter"):
         zero.split(pipeline_model.Net(tied=True), ["blocks.1"], x, loss_fn=pipeline_model.loss_of)

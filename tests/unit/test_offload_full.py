@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from errors import refused
 from family import same
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -289,8 +290,7 @@ class TestTraining:
     def test_an_error_in_forward_leaves_nothing_open(self) -> None:
         expected = train(resident := made("twice"), adamw(resident.parameters()))
         offload = full(model := made("twice"))
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            model(torch.randn(4, WIDTH + 1))
+        refused(RuntimeError, "shapes cannot be multiplied", model, torch.randn(4, WIDTH + 1))
         assert away(offload)
         assert torch_versions.hooks_in_use() is None
         assert same(train(model, offload), expected)
@@ -405,8 +405,7 @@ class TestErrors:
         model(batch(0)).sum().backward()
         late = model(batch(1)).sum()
         offload.step()
-        with pytest.raises(RuntimeError, match=r"layer.weight has been changed, .* call backward before step"):
-            late.backward()
+        refused(RuntimeError, r"layer.weight has been changed, .* call backward before step", late.backward)
 
     def test_an_activation_written_in_place(self, pair: tuple[nn.Module, Offload]) -> None:
         model, _ = pair
@@ -414,18 +413,15 @@ class TestErrors:
         loss = model.layer(hidden).sum()
         with torch.no_grad():
             hidden.zero_()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+        refused(RuntimeError, "modified by an inplace operation", loss.backward)
 
     def test_other_dtypes_afterwards(self, pair: tuple[nn.Module, Offload]) -> None:
-        with pytest.raises(RuntimeError, match="cast and move the model before Offload"):
-            pair[0].bfloat16()
+        refused(RuntimeError, "cast and move the model before Offload", pair[0].bfloat16)
 
     def test_another_parameter_afterwards(self, pair: tuple[nn.Module, Offload]) -> None:
         model, _ = pair
         model.layer.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-        with pytest.raises(RuntimeError, match="weight of Linear is another parameter"):
-            model(batch(0))
+        refused(RuntimeError, "weight of Linear is another parameter", model, batch(0))
 
     def test_parameters_alone(self) -> None:
         with pytest.raises(TypeError, match=r"expected the nn.Module, got list"):
@@ -434,8 +430,7 @@ class TestErrors:
     def test_parameters_that_share_memory(self) -> None:
         model = made("twice")
         model.unused.weight = nn.Parameter(model.layer.weight.detach()[:3])
-        with pytest.raises(ValueError, match="share memory; make them one Parameter"):
-            full(model)
+        refused(ValueError, "share memory; make them one Parameter", full, model)
 
     @pytest.mark.parametrize("use", ["forward", "value", "state_dict"])
     def test_parameters_that_were_left_behind(self, use: str, tmp_path: Path) -> None:
@@ -445,8 +440,7 @@ class TestErrors:
             {"forward": lambda: model(batch(0)), "value": model.layer.weight.sum, "state_dict": model.state_dict}[use]()
 
     def test_two_at_once(self, pair: tuple[nn.Module, Offload]) -> None:
-        with pytest.raises(TypeError, match="close the other Offload first"):
-            full(pair[0])
+        refused(TypeError, "close the other Offload first", full, pair[0])
 
 
 class TestDisk:
@@ -537,14 +531,12 @@ class TestMeta:
         def fill(empty: nn.Module) -> None:
             nn.init.zeros_(empty.layer.weight)
 
-        with pytest.raises(ValueError, match=r"layer.bias was on meta and fill\(\) has not written it"):
-            full(model, fill=fill)
+        refused(ValueError, r"layer.bias was on meta and fill\(\) has not written it", full, model, fill=fill)
 
     def test_no_values_and_no_fill(self) -> None:
         with torch.device("meta"):
             model = made("twice")
-        with pytest.raises(TypeError, match="expected floats with values"):
-            full(model)
+        refused(TypeError, "expected floats with values", full, model)
 
     @pytest.mark.parametrize("name", ["device", "fill"])
     def test_other_modes_leave_parameters(self, name: str) -> None:

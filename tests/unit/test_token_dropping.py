@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from errors import refused
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -329,8 +330,7 @@ def test_arguments_that_cannot_be_gathered_are_named() -> None:
         ({"rotary_table": torch.randn(S, 4)}, r"rotary_table of shape \(8, 4\) runs along the sequence of 8 tokens"),
         ({"bias": torch.randn(5, S, 4)}, r"layers\.1: cannot tell how bias of shape \(5, 8, 4\) runs"),
     ):
-        with pytest.raises(ValueError, match=message):
-            given_to(**named)
+        refused(ValueError, message, given_to, **named)
     with pytest.raises(ValueError, match=r"layers\.1 is called with a tensor of shape \(3, 8\)"):
         model = stack(kind=Taking)
         drop_tokens(model, ["layers.1"], keep(3))
@@ -376,8 +376,7 @@ def test_layers_that_disagree_in_length_are_refused_in_the_first_pass() -> None:
         model.layers[2](inputs(6))
     model = stack(kind=Shrinking)
     drop_tokens(model, "layers.*", keep(3))
-    with pytest.raises(ValueError, match=r"layers\.1 makes \(3, 2, 6\) of hidden states \(3, 3, 6\)"):
-        model(inputs())
+    refused(ValueError, r"layers\.1 makes \(3, 2, 6\) of hidden states \(3, 3, 6\)", model, inputs())
 
 
 def test_names_that_match_nothing_are_refused() -> None:
@@ -386,26 +385,21 @@ def test_names_that_match_nothing_are_refused() -> None:
         ValueError, match=r"'blocks\.\*' matches no layer; the model has layers, layers\.\*, layers\.\*\.qkv"
     ):
         drop_tokens(model, "blocks.*", keep(3))
-    with pytest.raises(ValueError, match=r"the model has no layer 'layers\.7'"):
-        drop_tokens(model, ["layers.7"], keep(3))
+    refused(ValueError, r"the model has no layer 'layers\.7'", drop_tokens, model, ["layers.7"], keep(3))
     with pytest.raises(ValueError, match=r"the first and the last layer keep all tokens"):
         drop_tokens(stack(layers=2), "layers.*", keep(3))
     with pytest.raises(ValueError, match=r"layers\.1\.mlp is within layers\.1"):
         drop_tokens(model, ["layers.1", "layers.1.mlp"], keep(3))
     drop_tokens(model, "layers.*", keep(3))
-    with pytest.raises(ValueError, match=r"layers\.1 drops tokens already"):
-        drop_tokens(model, "layers.*", keep(3))
-    with pytest.raises(ValueError, match="sequence_dim is 1"):
-        TokenDropping(keep(3), sequence_dim=2)
+    refused(ValueError, r"layers\.1 drops tokens already", drop_tokens, model, "layers.*", keep(3))
+    refused(ValueError, "sequence_dim is 1", TokenDropping, keep(3), sequence_dim=2)
 
 
 def test_the_only_list_of_so_many_layers_is_found() -> None:
     assert stack_of(stack(), 4) == [f"layers.{k}" for k in range(4)]
     two = nn.ModuleDict({"a": stack(), "b": stack()})
-    with pytest.raises(ValueError, match=r"found 2 of them: a\.layers \(Layer\), b\.layers \(Layer\).*layer_name"):
-        stack_of(two, 4)
-    with pytest.raises(ValueError, match=r"total_layer_num is 5: .* found none"):
-        stack_of(stack(), 5)
+    refused(ValueError, r"found 2 of them: a\.layers \(Layer\), b\.layers \(Layer\).*layer_name", stack_of, two, 4)
+    refused(ValueError, r"total_layer_num is 5: .* found none", stack_of, stack(), 5)
 
 
 # ---------------------------------------------------------------- Hugging Face's models
