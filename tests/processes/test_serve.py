@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -126,9 +127,18 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    running = Server()
-    yield running
-    running.close()
+    with closing(Server()) as running:
+        yield running
+
+
+@contextmanager
+def narrow(read_s: float) -> Iterator[tuple[Server, socket.socket]]:
+    """A server and a connection to it, with so little memory between them that an answer waits to be read."""
+    with closing(Server(limits=Limits(read_s=read_s), token=None)) as server, socket.socket() as connection:
+        server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(server.address)
+        yield server, connection
 
 
 def eventually(holds: object, within_s: float = 10.0) -> bool:
@@ -323,8 +333,7 @@ def test_a_reader_of_a_whole_answer_who_goes_away_frees_the_row(
 def test_too_many_too_slow_and_other_names() -> None:
     """A server with little room tells whom it cannot take, whose answer takes too long, and who is too slow to ask."""
     limits = Limits(read_s=0.5, answer_s=2.0, hosts=("127.0.0.1",))
-    server = Server(rows=1, waiting=0, limits=limits, token=None)
-    try:
+    with closing(Server(rows=1, waiting=0, limits=limits, token=None)) as server:
         hold, step = threading.Event(), server.batch.step
 
         def slow() -> object:
@@ -344,15 +353,12 @@ def test_too_many_too_slow_and_other_names() -> None:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 10\r\n\r\n{")
         assert b"408" in connection.recv(100)
         assert httpx.get(server.url, headers={"host": "evil.example"}).status_code == 400
-    finally:
-        server.close()
 
 
 def test_a_connection_without_a_whole_request_ends() -> None:
     """Those that bring no request, or half of its headers, would leave no connection to others."""
-    server = Server(limits=Limits(read_s=0.5), token=None)
     whole = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-    try:
+    with closing(Server(limits=Limits(read_s=0.5), token=None)) as server:
         for begun, answers in ((b"", 0), (b"GET /health HT", 0), (whole * 2 + b"GET /health HT", 2)):
             with socket.create_connection(server.address) as connection:
                 connection.settimeout(0.1)
@@ -367,8 +373,6 @@ def test_a_connection_without_a_whole_request_ends() -> None:
                         except TimeoutError:
                             connection.sendall(b"x" * bool(begun))
             assert time.monotonic() < began + 5 and answer.count(b"HTTP/1.1 200") == answers
-    finally:
-        server.close()
 
 
 @pytest.mark.parametrize("path", ["/", "/v1/completions"])
@@ -377,40 +381,26 @@ def test_a_connection_that_reads_nothing_ends(path: str) -> None:
 
     Eight pages are written before any of them is sent; a stream waits between its events.
     """
-    server = Server(limits=Limits(read_s=0.5), token=None)
-    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)  # as if the answer were longer
     body = json.dumps({"prompt": "x", "max_tokens": 60, "temperature": 0, "stream": True})
     page, head = "GET / HTTP/1.1\r\nhost: x\r\n\r\n", f"POST {path} HTTP/1.1\r\nhost: x\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    try:
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            connection.connect(server.address)
-            connection.sendall((page * 8 if path == "/" else head + body).encode())
-            assert eventually(lambda: server.connections)
-            assert eventually(lambda: not server.connections and not server.batch.running, within_s=5)
-    finally:
-        server.close()
+    with narrow(read_s=0.5) as (server, connection):
+        connection.sendall((page * 8 if path == "/" else head + body).encode())
+        assert eventually(lambda: server.connections)
+        assert eventually(lambda: not server.connections and not server.batch.running, within_s=5)
 
 
 def test_a_connection_that_reads_slowly_gets_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes several times as long as a connection may read nothing."""
     whole = "x" * 2**15
     monkeypatch.setattr(app, "HTMLResponse", lambda page: responses.HTMLResponse(whole))
-    server = Server(limits=Limits(read_s=0.4), token=None)
-    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
-    try:
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            connection.connect(server.address)
-            connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-            found = b""
-            while part := connection.recv(2048):
-                found += part
-                time.sleep(0.1)
-        assert found.endswith(whole.encode())
-    finally:
-        server.close()
+    with narrow(read_s=0.4) as (_, connection):
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        found = b""
+        while part := connection.recv(2048):
+            found += part
+            time.sleep(0.1)
+    assert found.endswith(whole.encode())
 
 
 def test_a_call_whose_caller_has_gone_does_not_end_the_worker(server: Server) -> None:
@@ -420,16 +410,9 @@ def test_a_call_whose_caller_has_gone_does_not_end_the_worker(server: Server) ->
 
 
 def test_a_model_that_fails_tells_all_and_refuses_the_next() -> None:
-    server = Server(rows=2)
-    try:
-
-        def fail() -> list:
-            raise MemoryError("no memory for this")
-
-        server.batch.step = fail  # type: ignore[method-assign]
+    with closing(Server(rows=2)) as server:
+        server.batch.step = Mock(side_effect=MemoryError("no memory for this"))  # type: ignore[method-assign]
         answers = [server.post(prompt="x", max_tokens=3) for _ in range(2)]
         assert [answer.status_code for answer in answers] == [503, 503]
         assert "no memory for this" in answers[0].text and "no memory for this" in answers[1].text
         assert httpx.get(f"{server.url}/health").status_code == 503
-    finally:
-        server.close()
