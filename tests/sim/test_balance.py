@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -130,36 +131,28 @@ def test_weight_decay_is_that_of_the_weighted_mean() -> None:
         torch.testing.assert_close(x, torch.full((3,), expected), rtol=1e-5, atol=0.0)
 
 
-def test_a_rank_that_becomes_slower_takes_fewer_steps() -> None:
-    def work(transport: SimTransport) -> list[int]:
-        x = nn.Parameter(torch.zeros(5))
-        optimizer = make(x, transport)
-        shares = []
-        for _ in range(8):
-            for _ in range(optimizer.balance.share):
-                seconds = 3.0 if transport.rank == 0 and len(shares) >= 3 else 1.0
-                step(x, optimizer, transport.rank, seconds)
-            shares.append(optimizer.balance.share)
-        return shares
-
-    slowed, other = run_ranks(2, work)
-    assert slowed == [8, 8, 8, 8, 4, 4, 4, 4] and other == [8, 8, 8, 8, 12, 12, 12, 12]
-
-
-def test_one_long_pause_changes_nothing() -> None:
-    """An evaluation on one rank, within one round: the median of three rounds leaves it out."""
+@pytest.mark.parametrize(
+    ("seconds", "is_slow", "expected"),
+    [
+        pytest.param(3.0, lambda k, j: k >= 3, [[8] * 4 + [4] * 4, [8] * 4 + [12] * 4], id="slower from a round on"),
+        pytest.param(100.0, lambda k, j: (k, j) == (3, 2), [[8] * 8] * 2, id="one long pause"),
+    ],
+)
+def test_a_rank_that_becomes_slower_takes_fewer_steps(
+    seconds: float, is_slow: Callable[[int, int], bool], expected: list[list[int]]
+) -> None:
+    """The median of three rounds leaves out an evaluation on one rank, within one of them."""
 
     def work(transport: SimTransport) -> list[int]:
         x = nn.Parameter(torch.zeros(5))
-        optimizer = make(x, transport)
-        shares = []
-        for k in range(6):
+        optimizer, shares = make(x, transport), []
+        for k in range(8):
             for j in range(optimizer.balance.share):
-                step(x, optimizer, transport.rank, 100.0 if transport.rank == 0 and (k, j) == (3, 2) else 1.0)
+                step(x, optimizer, transport.rank, seconds if transport.rank == 0 and is_slow(k, j) else 1.0)
             shares.append(optimizer.balance.share)
         return shares
 
-    assert run_ranks(2, work) == [[8] * 6] * 2
+    assert run_ranks(2, work) == expected
 
 
 @pytest.mark.parametrize("codec", [IdentityCodec(), onebit.comm.SignCodec()], ids=["full", "one bit"])
