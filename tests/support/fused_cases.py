@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+from kernel_inputs import random as numbers
 from torch import Tensor
 
 from onebit.comm import CODECS, SignCodec
@@ -71,14 +72,6 @@ CASES = (
     Case(4, 5, 256, (2000, 255, 257, 1), (torch.bfloat16, torch.float32, None, torch.float32)),
     Case(2, 9, 64, (), ()),
 )
-
-
-def numbers(*shape: int, seed: int) -> Tensor:
-    """Values of many sizes, some of them zeros of either sign."""
-    g = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=g) * 10 ** torch.randint(-4, 3, shape, generator=g).float()
-    values[torch.rand(shape, generator=g) < 0.05] *= 0.0
-    return values
 
 
 def bits(x: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import io
 import itertools
 import math
 import shutil
-import subprocess
 import unittest.mock
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from errors import refused
 from kernel_inputs import load
+from test_kernels import load_sanitized, needs_compiler
 from torch import Tensor, nn
 
 import onebit
@@ -186,15 +186,12 @@ def test_threads_change_no_bit() -> None:
 
 @pytest.mark.processes
 @BUILT
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler named c++")
+@needs_compiler
 def test_no_undefined_behaviour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Under the sanitizer, also with no elements, whose tensors have no memory."""
-    command = [str(COMPILER), "-O0", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-fsanitize=undefined"]
-    if subprocess.run([*command, CSRC / "host_adam.cpp", "-o", tmp_path / "host.so"], timeout=60).returncode:
-        pytest.skip("needs the sanitizer of the compiler: libubsan")
-    load(monkeypatch, native, tmp_path / "host.so")
+    load_sanitized(monkeypatch, native, "host_adam.cpp", tmp_path)
     for isa, n, is_packed, out in itertools.product(native.available_isas(), (0, 1, 600), (False, True), OUTPUTS):
         ours, theirs = (chunk(n, torch.bfloat16, torch.bfloat16, is_packed, out) for _ in range(2))
         if is_packed:

@@ -14,6 +14,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ CSRC = Path(__file__).parents[2] / "csrc"
 COMPILER = shutil.which("c++")
 
 each_frame = pytest.mark.parametrize("frame", FRAMES)
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler named c++")
 needs_build = pytest.mark.skipif(not cpu.is_built(), reason=f"needs the C++ kernel: {cpu.why_not()}")
 _available = cpu.available_isas() if cpu.is_built() else ()
 each_isa = pytest.mark.parametrize(
@@ -200,17 +202,22 @@ def test_reference_rounds_each_operation_once() -> None:
     assert torch.equal(reference.scales(frames, J * block, block=block)[0], scale)
 
 
+def load_sanitized(monkeypatch: pytest.MonkeyPatch, module: ModuleType, source: str, folder: Path) -> None:
+    """For this test, the library of `module` tells of undefined behaviour."""
+    command = [str(COMPILER), "-O0", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-fsanitize=undefined"]
+    if subprocess.run([*command, CSRC / source, "-o", folder / "sanitized.so"], timeout=60).returncode:
+        pytest.skip("needs the sanitizer of the compiler: libubsan")
+    load(monkeypatch, module, folder / "sanitized.so")
+
+
 @pytest.mark.processes
 @needs_build
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler named c++")
+@needs_compiler
 def test_no_undefined_behaviour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Under the sanitizer, also with no blocks, whose tensors have no memory, and with bytes that no encoder sends."""
-    command = [str(COMPILER), "-O0", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-fsanitize=undefined"]
-    if subprocess.run([*command, CSRC / "kernels.cpp", "-o", tmp_path / "kernels.so"], timeout=60).returncode:
-        pytest.skip("needs the sanitizer of the compiler: libubsan")
-    load(monkeypatch, cpu, tmp_path / "kernels.so")
+    load_sanitized(monkeypatch, cpu, "kernels.cpp", tmp_path)
     for isa, frame, J in itertools.product(_available, FRAMES, (0, 1, 3)):
         block = BLOCKS[frame][0]
         x, counts = random(2, J * block), random_counts(2, J, block)
