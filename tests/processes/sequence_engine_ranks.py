@@ -108,9 +108,21 @@ def two_by_two(folder: str) -> None:
     batches = ({"input_ids": ids, "labels": ids} for (ids,) in zero.data.forever(in_batches.loader))
     facts["by train_batch"] = {"loss": [float(in_batches.train_batch(batches)) for _ in range(STEPS)]}
     facts["by train_batch"]["weights"] = in_batches.module_state_dict()
+    facts["by hand"] = by_hand(grids.start(timeout_s=30.0, shard=4))
     engine = start("stage 1", None, mesh_param=(2, 2))
     facts["mesh"] = engine.grid.shape.sequence
     torch.save(facts | {"refused": refused()}, f"{folder}/{world.rank}.pt")
+
+
+def by_hand(grid: grids.Grid) -> dict[str, Any]:
+    """Windows of five tokens over all ranks, of which some see nothing of others. Each is a rank of the data, too."""
+    model = zero.sequence_parallel(decoder(in_windows=True), grid.world)
+    config = {"train_batch_size": 4, "optimizer": DENSE, "zero_optimization": {"stage": 3}}
+    engine = zero.initialize(model=model, config=config, grid=grid)[0]
+    for ids in dataset().tensors[0].split(ROWS)[:STEPS]:
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    return {"weights": engine.module_state_dict()}
 
 
 def refused() -> dict[str, str]:
@@ -156,14 +168,15 @@ def refused() -> dict[str, str]:
     return words
 
 
-def alone(*, is_sparse: bool = False) -> dict[str, torch.Tensor]:
+def alone(*, is_sparse: bool = False, in_windows: bool = False) -> dict[str, torch.Tensor]:
     """The same batches by torch, in one process."""
-    model = decoder()
+    model = decoder(in_windows=in_windows)
     if is_sparse:
         replace_attention(model, SPARSE)
     loader = zero.data.ShardedLoader(dataset(), ROWS, rank=0, world_size=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.0)
-    for (ids,) in loader:
+    batches = dataset().tensors[0].split(ROWS) if in_windows else (ids for (ids,) in loader)
+    for ids in batches:
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -25,11 +25,12 @@ def test_it_equals_one_process_with_the_same_global_batch(ranks: list[dict[str, 
 
     Local steps are no AdamW of averaged gradients: of them, ranks agree.
     """
-    plain, sparse = alone(), alone(is_sparse=True)
+    own = {"sparse": alone(is_sparse=True), "by hand": alone(in_windows=True)}
+    plain = alone()
     trained = [case for case in ranks[0] if "weights" in (ranks[0][case] if isinstance(ranks[0][case], dict) else ())]
-    assert len(trained) == len(CASES) + 4
+    assert len(trained) == len(CASES) + 5
     for case in trained:
-        expected = sparse if case == "sparse" else plain
+        expected = own.get(case, plain)
         for rank in ranks:
             for name, x in rank[case]["weights"].items():
                 assert torch.equal(x, ranks[0][case]["weights"][name]), f"{case}: {name}"
