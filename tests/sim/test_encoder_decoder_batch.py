@@ -54,7 +54,6 @@ def test_each_is_answered_as_by_transformers(kind: str, rows: int, chunk: int) -
     requests = [batch.add(x, max_new_tokens=most, eos_token_id=[]) for x, most in asked]
     found = answers(batch, requests)
     assert same(found, [theirs(model_of(kind), x, most) for x, most in asked])
-    assert same(found, [engine.generate([x], max_new_tokens=most, eos_token_id=[])[0] for x, most in asked])
     assert {request.reason for request in requests} == {"length"} and not batch.running and not batch.waiting
 
 
