@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import ranks
+from errors import refused
 from test_member_processes import Run, run
 from torch.distributed import HashStore
 
@@ -155,16 +156,12 @@ def test_without_a_rendezvous_one_line_says_what_to_start(
 
 def test_the_address_is_an_argument_or_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(network.ADDRESS, raising=False)
-    with pytest.raises(ValueError, match=r'connect\("host:port"\).*onebit run --join'):
-        membership.connect()
+    refused(ValueError, r'connect\("host:port"\).*onebit run --join', membership.connect)
     monkeypatch.setenv(network.ADDRESS, "of-the-environment")
-    with pytest.raises(ValueError, match="'of-the-environment'"):
-        membership.connect()
-    with pytest.raises(ValueError, match="'argument:0'"):
-        membership.connect("argument:0")
+    refused(ValueError, "'of-the-environment'", membership.connect)
+    refused(ValueError, "'argument:0'", membership.connect, "argument:0")
     monkeypatch.setenv(network.FOUNDERS, "two")
-    with pytest.raises(ValueError, match="ONEBIT_FOUNDERS must be a number"):
-        membership.connect("127.0.0.1:1")
+    refused(ValueError, "ONEBIT_FOUNDERS must be a number", membership.connect, "127.0.0.1:1")
 
 
 @pytest.mark.parametrize("form", ["{}:{}", "[{}]:{}"])
@@ -172,8 +169,7 @@ def test_an_address_of_ipv6_is_reached_in_both_spellings(form: str) -> None:
     store = network.serve(0)
     network.reach(*network.parse_address(form.format("::1", store.port))).set("here", "yes")
     assert store.get("here") == b"yes"
-    with pytest.raises(ValueError, match="address must be"):
-        network.parse_address("[]:29500")
+    refused(ValueError, "address must be", network.parse_address, "[]:29500")
 
 
 # ---------------------------------------------------------------- onebit status

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from errors import refused
 from family import same
 from hypothesis import given
 from hypothesis import strategies as st
@@ -256,8 +257,7 @@ class TestRanks:
                 ended.append(type(error))
                 raise
 
-        with pytest.raises(StoreError, match="cut short"):
-            run_ranks(2, work, timeout_s=20)
+        refused(StoreError, "cut short", run_ranks, 2, work, timeout_s=20)
         assert set(ended) == {StoreError, PeerError}
 
     @pytest.mark.parametrize("mode", ["none", "state"])
@@ -324,8 +324,7 @@ class TestState:
     def test_others_states_are_refused(self) -> None:
         offload = offloaded(small_model(), "AdamW", "state", "cpu")
         train(other := small_model(), momentum := MAKES["momentum"](other.parameters()))
-        with pytest.raises(ValueError, match="no exp_avg there"):
-            offload.load_state_dict(momentum.state_dict())
+        refused(ValueError, "no exp_avg there", offload.load_state_dict, momentum.state_dict())
         with pytest.raises(ValueError, match="its groups have"):
             offload.load_state_dict(MAKES["AdamW"](other[0].parameters()).state_dict())
 
@@ -343,19 +342,16 @@ class TestArguments:
         ],
     )
     def test_are_checked(self, options: dict, text: str, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=text):
-            Offload(small_model(), MAKES["AdamW"], **{"to": tmp_path, **options})
+        refused(ValueError, text, Offload, small_model(), MAKES["AdamW"], **{"to": tmp_path, **options})
 
     def test_a_used_optimizer_is_refused(self) -> None:
         train(model := small_model(), made := MAKES["AdamW"](model.parameters()))
-        with pytest.raises(ValueError, match="fresh"):
-            Offload(model, lambda ps: made)
+        refused(ValueError, "fresh", Offload, model, lambda ps: made)
 
     def test_a_closed_one_says_so(self) -> None:
         offload = offloaded(small_model(), "AdamW", "state", "cpu")
         offload.close()
-        with pytest.raises(RuntimeError, match="closed"):
-            offload.load_state_dict(offload.state_dict())
+        refused(RuntimeError, "closed", offload.load_state_dict, offload.state_dict())
 
 
 class TestLayout:
@@ -464,8 +460,7 @@ class TestStores:
 
     def test_a_folder_that_is_none_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        with pytest.raises(StoreError, match="cannot be made"):
-            FileStore(tmp_path / "file" / "folder", PAGE, PAGE)
+        refused(StoreError, "cannot be made", FileStore, tmp_path / "file" / "folder", PAGE, PAGE)
 
     def test_waiting_for_a_slow_disk_is_counted(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read = os.preadv
