@@ -58,6 +58,9 @@ def tokens(k: int) -> Tensor:
     return torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(k))
 
 
+TRAINED: dict[str, tuple[nn.Module, bytes]] = {}
+
+
 def compressed(
     family: str,
     techniques: dict[str, Any],
@@ -65,13 +68,18 @@ def compressed(
     families: Families = FAMILIES,
     batches: Iterable[int] = range(3),
 ) -> nn.Module:
-    """Trained under compression, cleaned and exported."""
-    model = build(family, families)
-    init_compression(model, config(**techniques))
-    given = [tokens(k) for k in batches]
-    train(model, lambda module, k: module(input_ids=given[k], labels=given[k]).loss, len(given))
-    redundancy_clean(model.eval(), config(**techniques))
-    export_compressed(model, file)
+    """Trained under compression, cleaned and exported; once for all tests that ask for the same."""
+    key = repr((families[family], techniques, given := list(batches)))
+    if key not in TRAINED:
+        model = build(family, families)
+        init_compression(model, config(**techniques))
+        rows = [tokens(k) for k in given]
+        train(model, lambda module, k: module(input_ids=rows[k], labels=rows[k]).loss, len(rows))
+        redundancy_clean(model.eval(), config(**techniques))
+        export_compressed(model, file)
+        TRAINED[key] = model, file.read_bytes()
+    model, exported = TRAINED[key]
+    file.write_bytes(exported)
     return model
 
 
