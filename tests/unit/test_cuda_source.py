@@ -6,9 +6,11 @@ where there is one. Tolerance: none.
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,27 +53,30 @@ def test_emulated(name: str) -> None:
 # Compiled for GPUs that are not here
 
 
-def compile_for(capability: int, block: int, folder: Path, kind: str) -> tuple[str, Path]:
-    """What the compiler says of each kernel, and what it made."""
-    out, code = folder / f"kernels.{kind}", folder / "kernels.cu"
-    code.write_text(cupy.source())
+@functools.cache
+def compiled_for(capability: int, block: int) -> tuple[str, bytes, str]:
+    """What the compiler says of each kernel, the machine code, and its PTX."""
     options = [option for option in cupy.OPTIONS if not option.startswith("--std")]
     command = [
-        str(NVCC), "-std=c++17", *options, f"-DONEBIT_BLOCK={block}", f"-arch=sm_{capability}", f"-{kind}",
-        "--resource-usage", "-Werror=all-warnings", "-o", str(out), str(code),
+        str(NVCC), "-std=c++17", *options, f"-DONEBIT_BLOCK={block}", f"-arch=sm_{capability}", "-cubin", "--keep",
+        "--resource-usage", "-Werror=all-warnings", "kernels.cu",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr, out
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "kernels.cu").write_text(cupy.source())
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
+        assert done.returncode == 0, done.stderr
+        made = (folder / "kernels.cubin").read_bytes(), (folder / "kernels.ptx").read_text()
+    return done.stdout + done.stderr, *made
 
 
 @needs_nvcc
 @pytest.mark.processes
 @pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.thorough) for other in (80, 100))])
-def test_compiles_without_spilling(capability: int, tmp_path: Path) -> None:
+def test_compiles_without_spilling(capability: int) -> None:
     """c stays in registers, of which 80 let 768 threads run on a multiprocessor: see the source's header."""
-    said, cubin = compile_for(capability, 256, tmp_path, "cubin")
-    assert cubin.read_bytes()[:4] == b"\x7fELF"
+    said, cubin, _ = compiled_for(capability, 256)
+    assert cubin[:4] == b"\x7fELF"
     kernels = re.findall(r"Compiling entry function '(\w+)'", said)
     assert len(kernels) == 27, kernels
     stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
@@ -84,19 +89,18 @@ def test_compiles_without_spilling(capability: int, tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.thorough
 @pytest.mark.parametrize("block", (16, 512, 576))
-def test_compiles_for_every_kind_of_block(block: int, tmp_path: Path) -> None:
+def test_compiles_for_every_kind_of_block(block: int) -> None:
     """int8 and int4 alone; the largest whose c is kept in registers, of which smaller ones need fewer; the first whose
     c is not."""
-    said, _ = compile_for(90, block, tmp_path, "cubin")
+    said, *_ = compiled_for(90, block)
     assert len(re.findall("Compiling entry function", said)) == (27 if block % 64 == 0 else 7)
     assert set(re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)) == {("0", "0")}, said
 
 
 @needs_nvcc
 @pytest.mark.processes
-def test_compiles_to_operations_that_round_once(tmp_path: Path) -> None:
-    _, out = compile_for(90, 256, tmp_path, "ptx")
-    ptx = out.read_text()
+def test_compiles_to_operations_that_round_once() -> None:
+    *_, ptx = compiled_for(90, 256)
     for sloppy in (r"\bfma\b", r"\bmad\.\w+\.f32", r"\.approx", r"\.full", r"\.ftz"):
         assert not re.findall(sloppy, ptx), sloppy
     for exact in ("div.rn.f32", "sqrt.rn.f32", "mul.rn.f32", "add.rn.f32"):
