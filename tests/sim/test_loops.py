@@ -105,6 +105,7 @@ class Interruptible(SimTransport):
         return super().all_gather(out_WB, in_B)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("at", [2, 7])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("kind", [*FAMILY, "sharded"])

@@ -30,6 +30,7 @@ def test_the_batches_of_deepspeed(version: float) -> None:
             )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("prefer_larger", [True, False])
 @pytest.mark.parametrize("micros", [(1,), (3,), (2, 4, 6), (5, 7), (16, 16)])
 @pytest.mark.parametrize("most", [16, 100, 2000])

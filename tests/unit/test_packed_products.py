@@ -53,6 +53,7 @@ def spread(codes: Codes) -> Tensor:
 SHAPES = [([7], [40]), ([1] * 5, [33]), ([2, 1, 4], [256]), ([1] * 3, [64, 64]), ([70], [32, 32, 32]), ([1], [1])]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8])
