@@ -6,14 +6,15 @@ steps in between that send nothing at all. There is no dense warm-up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from .arithmetic.adam import BLOCKS_AT_A_TIME, floor_of_blocks, normalised, sums_of_live_blocks
-from .arithmetic.schedule import Synchronisations, VarianceUpdates, variance_weight
+from .arithmetic.adam import BLOCKS_AT_A_TIME, floor_of_blocks, largest_move, normalised, sums_of_live_blocks
+from .arithmetic.schedule import GUARDED_STEPS, Synchronisations, VarianceUpdates, variance_weight
 from .checkpoint.parameter_state import ParameterState
 from .comm import Bf16Codec, Codec, LocalStep, MomentumInputs, MomentumWeights, Variance
 from .comm.transports.notes import calling
@@ -269,6 +270,8 @@ class ZeroOneRule(Rule):
         bucket.ef.commit()
         weight = self._accumulated_weight[g] + self._weights[g]
         if weight > 0.0:
+            if (largest := largest_move(bucket.group["betas"])) < math.inf:
+                self.codec.bound_(self.placement.frames(bucket), bucket.layout.chunk, largest * weight)
             self.placement.take(bucket, self.placement.frames(bucket), m, 1.0 / weight)
         self.mask_state(bucket)
 
@@ -298,8 +301,10 @@ class ZeroOneRule(Rule):
             yield x, part.denominator()[0]
 
     def _share_of_a_gradient(self, bucket: Bucket) -> float:
-        """The weight of a gradient in a variance step now. Callers divide it by the number of senders: `normalised`."""
-        beta2 = bucket.group["betas"][1]
+        """The weight of a rank's own gradient, as `AdamRule`'s. Callers divide it by the number of senders."""
+        beta2: float = bucket.group["betas"][1]
+        if self._step_under_way - self._unseen[0] > GUARDED_STEPS:
+            return 1.0 - beta2
         weight = variance_weight(beta2, self._step_under_way - self._variance_steps)
         return weight / self._total_after(bucket.group_index, weight)
 

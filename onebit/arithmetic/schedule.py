@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 # The most local steps that were measured; the loss stayed within 1 % of AdamW's (scripts/records/study_2026-11.md).
 AUTO_CLIPPER = 8
 
+# First steps in which a rank's own gradient weighs as much in a variance that is refreshed as in a refresh, not 1 - β2:
+# it consists of fewer than 16 gradients, and runs diverged (scripts/records/warmup_2026-11.md).
+GUARDED_STEPS = 64
+
 
 def whole_steps(name: str, value: object) -> int:
     """A number of steps as an int, from an int of Python or NumPy.
@@ -100,14 +104,14 @@ class DenseSteps:
         undelayed: First steps of a group with "auto" that are not delayed. Default 256: in these a gradient of older
             parameters costs most, with AdamW as well (scripts/records/delay_2026-11.md).
         guarded: First steps with "auto" in which a rank's own gradient weighs as much in the variance as in a refresh,
-            not 1 - β2. Default 64: the variance then consists of 16 gradients (scripts/records/warmup_2026-11.md).
+            not 1 - β2. Default: GUARDED_STEPS.
     """
 
     freeze_step: int | str = "auto"
     warmup: int = 0
     refreshes: VarianceUpdates = field(default_factory=lambda: VarianceUpdates(4))
     undelayed: int = 256
-    guarded: int = 64
+    guarded: int = GUARDED_STEPS
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "freeze_step", steps_or_auto("freeze_step", self.freeze_step))

@@ -6,6 +6,7 @@ steps are AdamW's; later dense steps refresh the variance. `docs/differences.md`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -105,9 +106,8 @@ class CompressedMomentum:
         a = q.mean(0) + self.server_error
         self.update = compress(a, self.blocks, self.scale)
         self.server_error = a - self.update
-        b1, b2 = self.betas
-        largest = (1 - b1) / np.sqrt((1 - b2) * (1 - b1**2 / b2))  # of Adam's |m/D|, by Cauchy and Schwarz
-        self.update = np.clip(self.update, -to_bfloat16(largest), to_bfloat16(largest))
+        most = to_bfloat16(largest_move(self.betas))
+        self.update = np.clip(self.update, -most, most)
 
     def normalised(self, g: Array, t: int) -> Array:
         """g/D, where g² is added to the frozen D, so that a gradient far beyond it is bounded.
@@ -126,6 +126,12 @@ class OnebitAdam(CompressedMomentum):
 
     def step(self, grads: Array, lr: float) -> None:
         self.x = self.x - lr * (self.advance(grads) + self.weight_decay * self.x)
+
+
+def largest_move(betas: tuple[float, float]) -> float:
+    """The largest |m|/√v that Adam allows, by Cauchy and Schwarz."""
+    b1, b2 = betas
+    return (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2))
 
 
 def floored_denominator(v: Array, blocks: Blocks, floor: float, eps: float) -> Array:

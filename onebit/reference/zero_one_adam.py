@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .codecs import Array, compress, parameter_blocks
-from .onebit_adam import floored_denominator, late_weight
+from .codecs import Array, compress, parameter_blocks, to_bfloat16
+from .onebit_adam import floored_denominator, largest_move, late_weight
 
 
 @dataclass
@@ -16,7 +16,8 @@ class ZeroOneAdam:
     """0/1 Adam for n workers. The caller decides what each step is: "variance", "sync" or "local".
 
     Each worker has x_i, u_i and m_i, the average of gradients divided by the D of their step. The variance and the
-    result of a synchronisation are shared. The dense mean gradient of a variance step is exact here.
+    result of a synchronisation are shared. The dense mean gradient of a variance step is exact here. guarded: as in
+    `onebit_adam.CompressedMomentum`.
     """
 
     x0: Array
@@ -27,6 +28,7 @@ class ZeroOneAdam:
     eps: float = 1e-8
     weight_decay: float = 0.01
     floor: float = 0.01
+    guarded: int = 64
 
     def __post_init__(self) -> None:
         self.blocks = parameter_blocks(self.sizes, self.block)
@@ -52,7 +54,7 @@ class ZeroOneAdam:
             self.anchor = self.x[0].copy()
             return
         weight = late_weight(b2, self.t - self.t_variance)
-        share = weight / ((1 - weight) * self.total + weight)
+        share = weight / ((1 - weight) * self.total + weight) if self.t <= self.guarded else 1 - b2
         normalised = grads / np.sqrt(self.denominator() ** 2 + share / self.workers * grads**2)
         self.m = b1 * self.m + (1 - b1) * normalised
         self.u = self.u + gamma * self.m
@@ -69,6 +71,8 @@ class ZeroOneAdam:
         a = q.mean(0) + self.server_error
         move = compress(a, self.blocks)
         self.server_error = a - move
+        most = to_bfloat16(largest_move(self.betas) * self.gamma_sum)
+        move = np.clip(move, -most, most)
         self.anchor = self.kept * self.anchor - move
         self.x = np.tile(self.anchor, (self.workers, 1))
         self.m = np.tile(move / self.gamma_sum, (self.workers, 1))
