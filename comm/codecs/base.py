@@ -205,7 +205,7 @@ class FusedCodec(Codec):
         Args:
             frames_KB: uint8 [K, B], modified in place.
             n: Elements of each row.
-            largest: The bound; in built-in formats it is rounded to bfloat16.
+            largest: The bound, which the format may round.
         """
         values_KN = torch.empty(len(frames_KB), n, device=frames_KB.device, dtype=torch.float32)
         self.decode(frames_KB, values_KN)
@@ -315,11 +315,6 @@ class IdentityCodec(Codec):
         values = values_in(frames_KB, (len(frames_KB), n), torch.float32)
         largest: Tensor = torch.linalg.vector_norm(values, float("inf"))
         return largest.isfinite()
-
-
-def bound_scales_(frames_KB: Tensor, offset: int, J: int, largest: float) -> None:
-    """The J bfloat16 scales from byte `offset` of each frame on, if they are above `largest`, become it, signs kept."""
-    frames_KB[:, offset : offset + 2 * J].view(torch.bfloat16).clamp_(-largest, largest)
 
 
 # ---------------------------------------------------------------- frames that are plain numbers of one type

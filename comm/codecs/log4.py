@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .. import kernels
-from .base import FusedCodec, Witness, all_finite, bound_scales_, check_block, check_whole_blocks
+from .base import FusedCodec, Witness, all_finite, check_block, check_whole_blocks
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,6 @@ class Log4Codec(FusedCodec):
 
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
         kernels.select(self.kernel, out_N.device, "log4").log4_decode_mean(frames_KB, out_N, block=self.block)
-
-    def bound_(self, frames_KB: Tensor, n: int, largest: float) -> None:
-        bound_scales_(frames_KB, n // 2, n // self.block, largest)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         return all_finite([self.witness(frames_KB, n)])

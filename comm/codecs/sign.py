@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels import reference
 from ..kernels.operands import (
     EncodeOutput,
     GradientSum,
@@ -20,7 +22,7 @@ from ..kernels.operands import (
     OwnerStep,
     ParamUpdate,
 )
-from .base import FusedCodec, Witness, all_finite, bound_scales_, check_block, check_whole_blocks, count_writes
+from .base import FusedCodec, Witness, all_finite, check_block, check_whole_blocks, count_writes
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,10 @@ class SignCodec(FusedCodec):
         kernel.encode_momentum(momentum, out, block=self.block, scale=self.scale)
 
     def bound_(self, frames_KB: Tensor, n: int, largest: float) -> None:
-        bound_scales_(frames_KB, n // 8, n // self.block, largest)
+        """As `FusedCodec.bound_`: all values of a block are as far from zero as its scale."""
+        J = n // self.block
+        scales_KJ = reference.scales_at(frames_KB, n // 8, J).clamp_(max=largest)
+        frames_KB[:, n // 8 : n // 8 + 2 * J] = scales_KJ.view(torch.uint8)
 
     def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
         """p ← keep·p + weight·value, with the values of frames of rows of n elements."""
