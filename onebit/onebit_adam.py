@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from .arithmetic.adam import adam_denominator, adam_direction_, laprop_direction_, largest_move
+from .arithmetic.adam import adam_denominator, adam_direction_, laprop_direction_
 from .arithmetic.schedule import DenseSteps
 from .checkpoint.parameter_state import ParameterState, flat_of, spread_over
 from .comm import Bf16Codec, Codec, Log4Codec, MomentumWeights, Work, codec_named
@@ -23,7 +22,7 @@ from .frozen_variance import FrozenVariance, pack_momentum
 from .layout.bucket import Bucket
 from .layout.flat import Layout
 from .optimizer import CommonOptions, CompressedOptimizer
-from .rule import Factored, Rule, codec_of_gradients
+from .rule import LARGEST_MOVE, Factored, Rule, codec_of_gradients
 from .step.bucket_step import Answer, BucketStep, Decision, Meeting
 from .usage.contract import State, check_is_switch, check_number, eps_of
 from .usage.signature import shows_all_options
@@ -169,8 +168,7 @@ class AdamRule(Rule):
         self._note_births(bucket, decision)
         bucket.ef.commit()
         frames = self.placement.swap_frames(bucket)  # the frames that have arrived are the new m/D
-        if (largest := largest_move(bucket.group["betas"])) < math.inf:  # a live variance would have bounded it, too
-            self.codec.bound_(frames, bucket.layout.chunk, largest)
+        self.codec.bound_(frames, bucket.layout.chunk, LARGEST_MOVE)
         if bucket.masks is not None:
             self.mask_state(bucket)
             weight_K, decay_K = yield from self.weights(bucket, was_dense=False)

