@@ -328,8 +328,9 @@ class Form(ABC):
         """
         return {}, self.optimizer.state_dict()
 
-    def begin_state(self) -> None:  # noqa: B027
-        """Give every parameter a state, for a checkpoint to be read into. All ranks."""
+    def begun_state(self) -> AbstractContextManager[None]:
+        """In this block every parameter has a state, to read a checkpoint into. An error undoes it. All ranks."""
+        return nullcontext()
 
     def load_shared(self, tensors: dict[str, Tensor], rest: dict[str, object], begun: Set[str]) -> None:
         """Load a shared `state`.

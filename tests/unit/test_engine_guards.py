@@ -114,7 +114,7 @@ FIRST_STEPS = {  # the first step of each differs from a step with a state of ze
 def test_a_checkpoint_leaves_first_steps_to_parameters_that_have_taken_none(
     start: object, kind: str, form: str, tmp_path: Path
 ) -> None:
-    """It is taken before the first step, and after one in which the head had no gradient."""
+    """Taken before the first step, and after one in which the head had no gradient; or refused there."""
 
     def begun() -> zero.Engine:
         if form == "in files":  # a dense optimizer's state there
@@ -122,16 +122,21 @@ def test_a_checkpoint_leaves_first_steps_to_parameters_that_have_taken_none(
             return start(config={"zero_optimization": {"stage": 1, "offload_optimizer": device}})[0]
         return start(form, optimizer=FIRST_STEPS[kind], config={"optimizer": None})[0]
 
-    def trained(engine: zero.Engine, first: int = 0, saved: tuple[int, ...] = ()) -> Tensor:
+    def trained(engine: zero.Engine, first: int = 0, saved: tuple[int, ...] = (), refuses: bool = False) -> Tensor:
         for k in range(first, 6):
             if k in saved:
                 engine.save_checkpoint(tmp_path, k)
+            if refuses and k < 2:
+                with pytest.raises(CheckpointError, match="form is replicated"):
+                    engine.load_checkpoint(tmp_path / "of another form")
             engine.module.is_headless = k == 0
             step(engine, k)
         return torch.cat([full(p).flatten() for p in engine.module.parameters()])
 
     clean = trained(begun())
     assert torch.equal(trained(begun(), saved=(0, 1)), clean)
+    start("one bit")[0].save_checkpoint(tmp_path / "of another form")
+    assert torch.equal(trained(begun(), refuses=True), clean)
     for k in (0, 1):
         engine = begun()
         step(engine, 7)  # a state that the checkpoint replaces

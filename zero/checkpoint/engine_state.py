@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -136,9 +137,6 @@ def load(engine: Saved, checkpoints: Checkpoints, tag: str | None, contents: Con
         engine.synchronise()  # else the residuals of differing replicas would belong to weights that are gone
     else:
         engine.sharding.release()
-    if contents.optimizer:
-        engine.form.begin_state()
-    tensors, _ = _state(engine) if contents.optimizer else (_weights(engine), None)
     frozen = _frozen(engine)
     recutting: list[_Recutting] = []
     own: StateDict = {}
@@ -160,7 +158,9 @@ def load(engine: Saved, checkpoints: Checkpoints, tag: str | None, contents: Con
             return not contents.optimizer or _parameter_of(name) not in begun
         return not contents.strict or (name in frozen and bool(found.stamp.get("without_frozen")))
 
-    loaded = checkpoints.load(tensors, name, check=check, may_lack=may_lack)
+    with engine.form.begun_state() if contents.optimizer else nullcontext():
+        tensors = _state(engine)[0] if contents.optimizer else _weights(engine)
+        loaded = checkpoints.load(tensors, name, check=check, may_lack=may_lack)
     assert loaded is not None
     # If the slices of one rank differ, all ranks recut: all replicas then take the mean of the residuals.
     is_recut = any(said != b"\0" for said in gather_bytes(engine.grid.world, bytes([bool(recutting)])))

@@ -6,8 +6,8 @@ has the vote on overflow, clipping, and a state that loads into any other shardi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -184,9 +184,17 @@ class Dense(InNode):
         tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
         return tensors, {name: x for name, x in flat.items() if name not in tensors}
 
-    def begin_state(self) -> None:
+    @contextmanager
+    def begun_state(self) -> Iterator[None]:
+        before = {p for p, entry in self.optimizer.state.items() if entry}
         if self.shares_state:
             _begin_state(self.sharding.held, self.optimizer)
+        try:
+            yield
+        except BaseException:
+            for p in self.optimizer.state.keys() - before:
+                del self.optimizer.state[p]
+            raise
 
     def load_shared(self, tensors: dict[str, Tensor], rest: dict[str, object], begun: Set[str]) -> None:
         held = self.sharding.held
