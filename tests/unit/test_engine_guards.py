@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from onebit import zero
 from onebit.checkpoint.files import CheckpointError
+from onebit.comm import SimTransport
 
 GAS = 4
 SHARDED = {"zero_optimization": {"stage": 2}}
@@ -142,6 +143,43 @@ def test_a_checkpoint_leaves_first_steps_to_parameters_that_have_taken_none(
         step(engine, 7)  # a state that the checkpoint replaces
         engine.load_checkpoint(tmp_path, k)
         assert torch.equal(trained(engine, k), clean)
+
+
+class Counted(Net):
+    """Keeps its extra state as a number: writing into the tensor that shows it changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.calls])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.calls = int(state)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_extra_state_comes_back(start: object, form: str, tmp_path: Path) -> None:
+    """From a checkpoint, a file, a folder of weights, and as `load_state_dict` has it."""
+    engine, other = (start(form, nn.Sequential(Counted()))[0] for _ in range(2))
+    step(engine)
+    step(engine)
+    engine.save_checkpoint(tmp_path)
+    engine.save_16bit_model(tmp_path, "weights/model.safetensors")
+    for load in (
+        lambda: other.load_checkpoint(tmp_path),
+        lambda: zero.import_weights(other.module, tmp_path / "weights/model.safetensors", SimTransport()),
+        lambda: zero.import_weights(other.module, tmp_path / "weights", SimTransport()),
+        lambda: other.load_state_dict(engine.module_state_dict()),
+    ):
+        other.module[0].calls = 7
+        load()
+        assert other.module[0].calls == 2
 
 
 @pytest.mark.parametrize("form", FORMS)

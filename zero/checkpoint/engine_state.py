@@ -28,7 +28,7 @@ from ..precision import LossScale
 from . import reshard
 from .files import Checkpoints, Loaded
 from .reshard import CopyPlan, ParamSlice
-from .weights import plain
+from .weights import plain, set_extra_states
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +166,7 @@ def load(engine: Saved, checkpoints: Checkpoints, tag: str | None, contents: Con
     is_recut = any(said != b"\0" for said in gather_bytes(engine.grid.world, bytes([bool(recutting)])))
 
     def take_over(loaded: Loaded) -> None:
+        set_extra_states(engine.module, {name.removeprefix("model."): x for name, x in tensors.items()})
         engine.form.weights_were_loaded()
         engine.sharding.gather()
         if not contents.optimizer:

@@ -25,6 +25,7 @@ from ...comm.messages import raise_on_all_ranks
 from ...model_parallel import local
 from .reshard import fill
 from .weight_files import Outline, open_weights
+from .weights import plain, set_extra_states
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -100,9 +101,12 @@ def materialize(
         _draw(model, seed)
         return model
     problem = None
+    found: dict[str, Tensor] = {}
     try:
         for names, x in _saved(model):
             files.copy_to(next(name for name in names if name in files.outlines), x)
+            found.update((plain(name), x) for name in names)
+        set_extra_states(model, found)
     except CheckpointError as error:
         problem = f"rank {transport.rank}: {error}"
     raise_on_all_ranks(transport, problem, CheckpointError)

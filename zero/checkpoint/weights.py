@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ...checkpoint.files import make_folder, remove, sync_folder
 
@@ -44,6 +45,25 @@ def tied(model: nn.Module) -> dict[str, str]:
         if (earlier := first.setdefault(id(x), name)) != name:
             names[name] = earlier
     return names
+
+
+def set_extra_states(model: nn.Module, found: Mapping[str, Tensor]) -> None:
+    """Call `set_extra_state` of the modules whose extra states were read, as load_state_dict does. One process.
+
+    Args:
+        model: The model.
+        found: Tensors by their plain names. Those that are no extra state are left out.
+    """
+    extra = {name: x for name, x in found.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
+    if not extra:
+        return
+    state = model.state_dict()  # names as torch has them, and the versions of modules
+    for name in list(state):
+        if plain(name) in extra:
+            state[name] = extra[plain(name)]
+        else:
+            del state[name]
+    model.load_state_dict(state, strict=False)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

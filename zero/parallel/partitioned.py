@@ -409,7 +409,8 @@ def _shard(p: Tensor, grid: Grid, dtype: torch.dtype | None, *, pin_memory: bool
 def _twin(module: nn.Module, shards: Mapping[Tensor, nn.Parameter], made: dict[nn.Module, nn.Module]) -> nn.Module:
     """Return a module of the same class with the same attributes, and these in the place of its parameters.
 
-    Optimizers find roles and names in it, checkpoints the shards. It shares buffers and hooks with the module.
+    Optimizers find roles and names in it, checkpoints the shards. It shares buffers, hooks and extra state with the
+    module.
     """
     if module not in made:
         made[module] = twin = object.__new__(type(module))
@@ -418,7 +419,8 @@ def _twin(module: nn.Module, shards: Mapping[Tensor, nn.Parameter], made: dict[n
         modules = {
             name: None if child is None else _twin(child, shards, made) for name, child in module._modules.items()
         }
-        vars(twin).update(_parameters=parameters, _modules=modules)
+        extra = {"get_extra_state": module.get_extra_state, "set_extra_state": module.set_extra_state}
+        vars(twin).update(extra, _parameters=parameters, _modules=modules)
     return made[module]
 
 
