@@ -457,30 +457,41 @@ def _store_found_by_mpi(launch: Launch, timeout_s: float) -> torch.distributed.S
 
 
 def _tie_to_process(transport: MpiTransport | TorchTransport | Composite, launch: Launch) -> None:
-    """Close at exit; abandon on an uncaught exception, after its traceback is printed as usual."""
-    report, process = sys.excepthook, os.getpid()
+    """Close at exit; abandon on an uncaught exception, after its traceback. Until its release."""
+    report, process, tied = sys.excepthook, os.getpid(), [transport]
 
     def end(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         report(kind, error, where)
         if os.getpid() != process:
             return  # a forked child's end is not this rank's
-        _explain(transport, error)
-        sys.stderr.flush()
-        _abandon(transport, launch, traceback.format_exception_only(kind, error)[0].split("\n")[0][:_REASON])
+        for held in tied[:]:
+            _explain(held, error)
+            sys.stderr.flush()
+            held.abandon(traceback.format_exception_only(kind, error)[0].split("\n")[0][:_REASON])
+        _end_job(launch)
 
     def close() -> None:
         if os.getpid() != process:
             return
-        transport.timeout_s = min(transport.timeout_s, _AT_EXIT_S)
-        try:
-            transport.end()
-        except PeerError as error:
-            _log.warning("at exit, without close(): %s", error)
-        if transport.has_failed:
-            _abandon(transport, launch)
+        for held in tied[:]:
+            held.timeout_s = min(held.timeout_s, _AT_EXIT_S)
+            try:
+                held.end()
+            except PeerError as error:
+                _log.warning("at exit, without close(): %s", error)
+            if held.has_failed:
+                held.abandon()
+                _end_job(launch)
+
+    def untie() -> None:
+        tied.clear()
+        atexit.unregister(close)
+        if sys.excepthook is end and not launch.is_mpi:  # an error still ends an MPI job
+            sys.excepthook = report
 
     sys.excepthook = end
     atexit.register(close)
+    transport.on_release(untie)
 
 
 def _explain(transport: Transport, error: BaseException) -> None:
@@ -495,9 +506,8 @@ def _explain(transport: Transport, error: BaseException) -> None:
         pass  # not an error of the network
 
 
-def _abandon(transport: Transport, launch: Launch, why: str = "") -> None:
-    """Release what this rank holds; under mpirun end the job, because MPI_Finalize would wait for the missing rank."""
-    transport.abandon(why)
+def _end_job(launch: Launch) -> None:
+    """Under mpirun end the job, because MPI_Finalize would wait for the missing rank."""
     if launch.is_mpi:
         from .transports.mpi import abort
 

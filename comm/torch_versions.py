@@ -120,6 +120,11 @@ def without_first_broadcast() -> Mapping[str, Any]:
 # -------------------------------------------------------------------------------- DTensor, FSDP2, tensor parallelism
 
 
+def forget_groups(mesh: DeviceMesh) -> None:
+    """Drop the references of a mesh to its process groups, which have ended. In early versions it has none."""
+    getattr(mesh, "_pg_registry", {}).clear()
+
+
 def distribute(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Any], *, source: int | None) -> Any:
     """The DTensor of a whole tensor that the rank `source` of the mesh holds; None: all ranks hold it, none sends.
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import Transport, in_hops, init
+from ..comm import Transport, in_hops, init, torch_versions
 from ..comm.launch import Launch, detect
 from ..comm.transports.torch_distributed import TorchTransport
 from ..model_parallel import ModelParallelGroup
@@ -241,6 +241,8 @@ class Grid:
             self.world,
         ):
             transport.close()
+        if self.device_mesh is not None and not torch.distributed.is_initialized():
+            torch_versions.forget_groups(self.device_mesh)  # else their sockets stay open: torch keeps meshes
 
 
 def start(

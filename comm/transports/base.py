@@ -254,6 +254,14 @@ class Transport(ABC):
         """
         return
 
+    def on_release(self, call: Callable[[], None]) -> None:
+        """Call this once nothing is left to release at the end of the process. Default: never.
+
+        Args:
+            call: Called once, those added last first; not after a PeerError.
+        """
+        return
+
     def naming_peers(self, what: str, *, is_counted: bool = True) -> AbstractContextManager[None]:
         """Wrap operations that other libraries send over the same group: their network errors become PeerErrors.
 

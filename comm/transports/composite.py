@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
@@ -92,6 +92,10 @@ class Composite(Transport):
         with ExitStack() as closing:
             for transport in self._all:
                 closing.callback(transport.close)
+
+    def on_release(self, call: Callable[[], None]) -> None:
+        """See `Transport`."""
+        self.world.on_release(call)
 
     def abandon(self, why: str = "") -> None:
         """See `Transport`."""

@@ -181,6 +181,7 @@ class MpiTransport(NetworkedTransport):
         self._progress.forget(self)
         if not self._failed and not self._mpi.Is_finalized():
             self._comm.Free()
+        self._is_released()
 
     def abandon(self, why: str = "") -> None:
         """End the whole MPI job with exit status 1, this process included: for a rank that ends on an error."""

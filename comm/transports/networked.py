@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import itertools
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class NetworkedTransport(Transport):
         self._launched: collections.deque[Operation] = collections.deque(maxlen=HISTORY)
         self._numbering = Numbering(itertools.count(1))
         self._is_closed = False
+        self._on_release: list[Callable[[], None]] = []
 
     @property
     @abstractmethod
@@ -129,6 +130,15 @@ class NetworkedTransport(Transport):
                 self._barrier(self._count("the barrier of close()", 0))
         finally:
             self._release()
+
+    def on_release(self, call: Callable[[], None]) -> None:
+        """See `Transport`."""
+        self._on_release.append(call)
+
+    def _is_released(self) -> None:
+        """Call those that `on_release` has added."""
+        while self._on_release and not self.has_failed:
+            self._on_release.pop()()
 
     @abstractmethod
     def _barrier(self, operation: Operation) -> None: ...

@@ -50,12 +50,13 @@ class _Past:
     """The history shared by all transports of a process group and those split from them.
 
     held: tensors to which operations may still write that failed, or that nobody waits for: they stay as long as the
-    group, .27 bytes per parameter of each optimizer that is dropped with a step under way. failure: the first
-    operation that failed. missing: the ranks to blame for it. late_s: seconds without a launch before the operations in
-    flight, if longer than the timeout of the others. is_ours: `init` made the group, and it has not ended: the last of
-    its open transports to be closed destroys it. open: how many these are; one that is dropped counts until the process
-    ends, as ranks may drop it at different times. spare: groups of closed parts by their global ranks, to be used
-    again: torch gives the next group of the same ranks the name of a destroyed one, and finds old addresses by it.
+    group, .27 bytes per parameter of each optimizer that is dropped with a step under way. failure: the first operation
+    that failed. missing: the ranks to blame for it. late_s: seconds without a launch before the operations in flight,
+    if longer than the timeout of the others. is_ours: `init` made the group, and it has not ended: the last of its open
+    transports to be closed destroys it. open: how many these are; one that is dropped counts until the process ends, as
+    ranks may drop it at different times. on_release: called when the group ends. spare: groups of closed parts by their
+    global ranks, to be used again: torch gives the next group of the same ranks the name of a destroyed one, and finds
+    old addresses by it.
     """
 
     held: list[object] = field(default_factory=list)
@@ -64,6 +65,7 @@ class _Past:
     late_s: float = 0.0
     is_ours: bool = False
     open: int = 0
+    on_release: list[Callable[[], None]] = field(default_factory=list)
     spare: collections.defaultdict[tuple[int, ...], list[weakref.ref[dist.ProcessGroup]]] = field(
         default_factory=lambda: collections.defaultdict(list)
     )
@@ -146,6 +148,7 @@ class TorchTransport(NetworkedTransport):
         self._numbering = Numbering(_channels.setdefault(self.group, itertools.count(1)))
         # If one transport of a group fails, all fail, split ones too: then none waits for a barrier.
         self._past: _Past = _pasts.setdefault(self.group, _Past()) if whole is None else whole._past
+        self._on_release = self._past.on_release
         self._board: _Board | None = None
         if whole is None:
             self._past.is_ours |= owns_group
@@ -310,6 +313,7 @@ class TorchTransport(NetworkedTransport):
             # A reference to a group that the script has destroyed may have kept it in memory.
             if can_end and self._group() is dist.group.WORLD is not None:
                 dist.destroy_process_group(self.group)
+            self._is_released()
         if self._spare is not None and not self.has_failed:
             self._spare.append(self._group)
         if not self._ends_group:  # else an error that ends this rank would be told to no other

@@ -369,6 +369,21 @@ def test_an_error_reaches_ranks_with_further_transports_of_the_group(closes: boo
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("levels", [1, 2])
+def test_nothing_is_left_of_transports_one_after_another(levels: int) -> None:
+    ended = run_torchrun(4, transport_ranks.lives_one_after_another, levels, timeout_s=50, as_python_ends=True)
+    assert ended.check().results == ({"left": 0, "hook": "torch.distributed.distributed_c10d", "more files": 0},) * 4
+
+
+@pytest.mark.timeout(60)
+def test_closed_engines_leave_no_files_open() -> None:
+    """Of process groups that they have made: torch's meshes, of which it keeps some, kept 20 with each."""
+    ended = run_torchrun(2, transport_ranks.engines_one_after_another, timeout_s=50, as_python_ends=True)
+    for opened in ended.check().results:
+        assert len(set(opened)) == 1, opened
+
+
+@pytest.mark.timeout(60)
 def test_closed_transports_leave_no_files_open() -> None:
     """Of a process group that the script has made, and keeps."""
     for opened in run_torchrun(2, transport_ranks.closed_parts_of_a_scripts_group, timeout_s=50).check().results:
