@@ -6,7 +6,7 @@ has the vote on overflow, clipping, and a state that loads into any other shardi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
@@ -171,14 +171,15 @@ class Dense(InNode):
     def state(self) -> tuple[dict[str, Tensor], StateDict]:
         if not self.shares_state:
             return super().state()
+        held, begun = self.sharding.held, {p for p, entry in self.optimizer.state.items() if entry.keys() - {MASTER}}
         if isinstance(self.optimizer, Offload):
-            self.optimizer.begin_state()  # its own: it counts a step of torch's
-        has_begun = any(self.optimizer.state.values())
-        flat: dict[str, Any] = get_optimizer_state_dict(self.sharding.held, self.optimizer, options=_FLAT)
+            self.optimizer.begin_state()  # torch would take a step instead, with gradients as large as the model
+        flat: dict[str, Any] = get_optimizer_state_dict(held, self.optimizer, options=_FLAT)
+        self._forget(self.optimizer.state.keys() - begun)
+        named = held.named_parameters(remove_duplicate=False)
+        lacking = tuple(f"state.{plain(name)}." for name, p in named if p not in begun)
+        flat = {name: x for name, x in flat.items() if not name.startswith(lacking)}
         flat = {name: x for name, x in flat.items() if name not in self._flat_masters()}
-        if not has_begun:  # torch has taken a step with zero gradients
-            self.optimizer.state.clear()
-            flat = {name: x for name, x in flat.items() if not name.startswith("state.")}
         for name in self._of_scalars(flat):
             flat[name] = gathered(flat[name]).reshape(())
         tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
@@ -205,8 +206,15 @@ class Dense(InNode):
         # A parameter without state there has none here, or its next step would not be its first.
         begun = begun | {name.removeprefix("state.").rpartition(".")[0] for name in rest}
         named = held.named_parameters(remove_duplicate=False)
-        for p in self.optimizer.state.keys() - {p for name, p in named if plain(name) in begun}:
-            del self.optimizer.state[p]
+        self._forget(self.optimizer.state.keys() - {p for name, p in named if plain(name) in begun})
+
+    def _forget(self, params: Iterable[Tensor]) -> None:
+        """Leave these parameters without state, as before their first step."""
+        if isinstance(self.optimizer, Offload):
+            self.optimizer.forget_state(params)
+        else:
+            for p in params:
+                del self.optimizer.state[p]
 
     def _of_scalars(self, flat: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the shards of 0-dim parameters, by the names of their moments in torch's flat state dict."""

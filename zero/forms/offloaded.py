@@ -129,7 +129,6 @@ class Offloaded(Dense):
 
     def state(self) -> tuple[dict[str, Tensor], StateDict]:
         if self.shares_state:
-            self.optimizer.begin_state()  # torch would take a step instead, with gradients as large as the model
             return super().state()
         found: dict[str, Any] = self.optimizer.state_dict()
         entries = found["state"].items()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -344,6 +344,11 @@ class Offload(torch.optim.Optimizer):
                 self._inner.step(self.param_groups, list(parts.values()))
                 self._numbers |= {piece: at_step_0(part.numbers or {}) for piece, part in parts.items()}
                 place.store.write(lease)
+
+    def forget_state(self, params: Iterable[Tensor]) -> None:
+        """Leave these parameters without state, as before their first step. Masters stay."""
+        forgotten = set(params)
+        self._numbers = {x: own for x, own in self._numbers.items() if self._params[x.param] not in forgotten}
 
     @torch.no_grad()
     def round_masters(self) -> None:
