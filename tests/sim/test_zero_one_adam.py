@@ -71,6 +71,13 @@ def train(transport: SimTransport, steps: range, net: nn.Module, optimizer: oneb
         optimizer.step()
 
 
+@pytest.mark.parametrize("longest", [1, 2])
+def test_ranks_clip_apart_only_with_local_steps(longest: int) -> None:
+    """Otherwise all expect the same factor, and frames leave during backward."""
+    _, optimizer = fresh(SimTransport(), local_step_clipper=longest, max_grad_norm=1.0)
+    assert optimizer.rule.clips_apart == (longest > 1)
+
+
 @pytest.mark.slow
 def test_the_spread_after_every_sync_is_zero_for_hundreds_of_steps() -> None:
     """Replicas are rebuilt from an anchor, so nothing can accumulate: the same bits after all steps as after one."""

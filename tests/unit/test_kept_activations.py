@@ -9,6 +9,8 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from onebit import zero
 from onebit.zero import activations
 from onebit.zero.activations import Keep, checkpoint
+from onebit.zero.features import activation_checkpointing
+from onebit.zero.grid import Grid
 
 PLACES = ["device", "host", "folder"]
 
@@ -220,6 +224,20 @@ def test_configure_reads_a_file_a_dict_and_arguments(tmp_path: Path) -> None:
             checkpointing.configure(None, path)
     finally:
         activations.kept_by_default(Keep())
+
+
+@pytest.mark.parametrize(("ranks", "is_asked"), [(1, True), (2, True), (2, False)])
+def test_the_engine_divides_inputs_over_tensor_ranks_alone(
+    ranks: int, is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: list[object] = []
+    monkeypatch.setattr(activation_checkpointing, "Keep", lambda group, place: groups.append(group) or Keep())
+    about = {"train_batch_size": 1, "activation_checkpointing": {"partition_activations": is_asked}}
+    tensor, world = SimpleNamespace(world_size=ranks, group="of tensor ranks"), SimpleNamespace(rank=0)
+    grid = cast(Grid, SimpleNamespace(transports={"tensor": tensor}, world=world))
+    feature = activation_checkpointing.ActivationCheckpointing(zero.read_config(about, world_size=1))
+    feature.prepare(nn.Linear(3, 3), grid, is_part=False)
+    assert groups == ["of tensor ranks" if is_asked and ranks == 2 else None]
 
 
 def test_the_engine_warns_if_nothing_is_checkpointed(caplog: pytest.LogCaptureFixture) -> None:
