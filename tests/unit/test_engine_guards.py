@@ -220,6 +220,13 @@ def test_gradients_of_a_step_under_way_are_not_dropped_by_habit(start: object, f
     assert engine.global_steps == 1
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_whole_gradients_stay_between_micro_batches_at_stage_1_alone(start: object, stage: int) -> None:
+    engine, *_ = start(gas=2, config={"zero_optimization": {"stage": stage}})
+    step(engine)
+    assert (engine.module.body.weight.grad is None) == (stage == 2)
+
+
 def test_a_schedule_that_is_stepped_twice_is_refused(start: object) -> None:
     warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 50}}
     engine, _, scheduler = start(scheduler=warmup)
