@@ -171,7 +171,7 @@ class Dense(InNode):
     def state(self) -> tuple[dict[str, Tensor], StateDict]:
         if not self.shares_state:
             return super().state()
-        held, begun = self.sharding.held, {p for p, entry in self.optimizer.state.items() if entry.keys() - {MASTER}}
+        held, begun = self.sharding.held, self._begun()
         if isinstance(self.optimizer, Offload):
             self.optimizer.begin_state()  # torch would take a step instead, with gradients as large as the model
         flat: dict[str, Any] = get_optimizer_state_dict(held, self.optimizer, options=_FLAT)
@@ -187,14 +187,13 @@ class Dense(InNode):
 
     @contextmanager
     def begun_state(self) -> Iterator[None]:
-        before = {p for p, entry in self.optimizer.state.items() if entry}
+        before = self._begun()
         if self.shares_state:
             _begin_state(self.sharding.held, self.optimizer)
         try:
             yield
         except BaseException:
-            for p in self.optimizer.state.keys() - before:
-                del self.optimizer.state[p]
+            self._forget(self.optimizer.state.keys() - before)
             raise
 
     def load_shared(self, tensors: dict[str, Tensor], rest: dict[str, object], begun: Set[str]) -> None:
@@ -207,6 +206,9 @@ class Dense(InNode):
         begun = begun | {name.removeprefix("state.").rpartition(".")[0] for name in rest}
         named = held.named_parameters(remove_duplicate=False)
         self._forget(self.optimizer.state.keys() - {p for name, p in named if plain(name) in begun})
+
+    def _begun(self) -> set[Tensor]:
+        return {p for p, entry in self.optimizer.state.items() if entry.keys() - {MASTER}}
 
     def _forget(self, params: Iterable[Tensor]) -> None:
         """Leave these parameters without state, as before their first step."""
