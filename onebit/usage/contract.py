@@ -161,9 +161,9 @@ def check_options(where: str, group: Mapping[str, object]) -> None:
         if float(beta) >= 1.0:
             raise ValueError(f"{where}: betas must lie in [0, 1), got {betas}")
     for key, value in (*((key, group[key]) for key in numbers[1:]), *(("betas", beta) for beta in betas)):
-        if isinstance(value, Tensor):
+        if not isinstance(value, int | float):
             raise TypeError(
-                f"{where}: {key} must be a number, got {value!r}: only lr may be a tensor; pass its .item()"
+                f"{where}: {key} must be a Python number, got {value!r}: only lr may be a tensor; pass its .item()"
             )
 
 

@@ -186,7 +186,7 @@ def test_strings_for_numbers_types_and_codecs_are_named_in_the_error(name: str) 
 
 @pytest.mark.parametrize("name", ALL)
 def test_lr_may_be_a_tensor_and_no_other_number(name: str) -> None:
-    """Betas in tensors were taken, and died in the first step."""
+    """Betas in tensors, and in NumPy's float32, were taken, and died in the first step."""
     plain, told = parameters(), parameters()
     train(make(name, plain, lr=0.5**9, betas=(0.5, 0.75)), plain, range(6))
     train(make(name, told, lr=torch.tensor(0.5**9), betas=[0.5, 0.75]), told, range(6))
@@ -195,8 +195,10 @@ def test_lr_may_be_a_tensor_and_no_other_number(name: str) -> None:
         ("eps", torch.tensor(1e-8)),
         ("weight_decay", torch.tensor(0.1)),
         ("betas", (torch.tensor(0.9),) * 2),
+        ("weight_decay", numpy.float32(0.1)),
+        ("betas", (0.9, numpy.float32(0.99))),
     ):
-        with pytest.raises(TypeError, match=rf"{key} must be a number, got tensor\(.*: only lr may be a tensor"):
+        with pytest.raises(TypeError, match=rf"{key} must be a Python number, got .*: only lr may be a tensor"):
             make(name, parameters(), **{key: value})
 
 
