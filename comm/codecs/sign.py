@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels import reference
 from ..kernels.operands import (
     EncodeOutput,
     GradientSum,
@@ -80,9 +79,9 @@ class SignCodec(FusedCodec):
 
     def bound_(self, frames_KB: Tensor, n: int, largest: float) -> None:
         """As `FusedCodec.bound_`: all values of a block are as far from zero as its scale."""
-        J = n // self.block
-        scales_KJ = reference.scales_at(frames_KB, n // 8, J).clamp_(max=largest)
-        frames_KB[:, n // 8 : n // 8 + 2 * J] = scales_KJ.view(torch.uint8)
+        scales_KJ = self.witness(frames_KB, n).numbers_KM.clamp_(max=largest)
+        if scales_KJ.untyped_storage().data_ptr() != frames_KB.untyped_storage().data_ptr():  # at an odd address
+            frames_KB[:, n // 8 : n // 8 + 2 * (n // self.block)] = scales_KJ.view(torch.uint8)
 
     def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
         """p ← keep·p + weight·value, with the values of frames of rows of n elements."""
