@@ -265,10 +265,11 @@ class AdamRule(Rule):
         return Bf16Codec(self.codec.block) if self.policy.compresses is False else self.warmup_codec
 
     def _share_of_a_gradient(self, bucket: Bucket) -> float:
-        """The weight that a gradient would have in a refresh in this step. It is divided among the ranks that send one.
+        """The weight of a rank's own gradient in D, before it is divided among the ranks that send one: `normalised`.
 
-        See `normalised`. Later it is 1 - β2, as in Adam: a larger weight bounds the few large gradients of a model that
-        has learnt nearly all, so that it learns the rest late (scripts/records/warmup_2026-11.md).
+        In the first steps with "auto" it is that of a refresh in this step, and later 1 - β2, as in Adam: a larger one
+        bounds the few large gradients of a model that has learnt nearly all, so that it learns the rest late
+        (scripts/records/warmup_2026-11.md).
         """
         g, beta2 = bucket.group_index, float(bucket.group["betas"][1])
         if not self.schedule.is_guarded(self.variance.refreshed_for(g, bucket.step)):
@@ -515,7 +516,8 @@ class OnebitAdam(CompressedOptimizer):
     1. Each rank computes c_i = β1·m/D + (1-β1)·g_i/D + e_i, with D = √max(v̂, floor·blockmean) + eps as the last dense
        step left it (a g_i far beyond D counts in D: the divisor is √(D² + w·g_i²)). The signs and scales of c_i are
        sent to the chunks' owners; the rest becomes e_i.
-    2. The owner averages, adds its own error, compresses again and sends the result, the new m/D, to all.
+    2. The owner averages, adds its own error, compresses again and sends the result to all. Bounded by 8, it is the new
+       m/D.
     3. p ← p - lr·(m̂/D + wd·p).
 
     The paper compresses m. D is the same on all ranks and fixed, so compressing m/D is the same algorithm in other

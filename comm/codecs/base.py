@@ -198,9 +198,7 @@ class FusedCodec(Codec):
             reference.sums_of(momentum, old_KN, out.sums_KJ2)
 
     def bound_(self, frames_KB: Tensor, n: int, largest: float) -> None:
-        """Make the frames of values no farther from zero than `largest`. The others stay as they are, NaN too.
-
-        Does not wait for the device.
+        """Cut values that are farther from zero than `largest` to it. The others stay as they are, NaN too.
 
         Args:
             frames_KB: uint8 [K, B], modified in place.

@@ -78,7 +78,7 @@ class SignCodec(FusedCodec):
         kernel.encode_momentum(momentum, out, block=self.block, scale=self.scale)
 
     def bound_(self, frames_KB: Tensor, n: int, largest: float) -> None:
-        """As `FusedCodec.bound_`: all values of a block are as far from zero as its scale."""
+        """As `FusedCodec.bound_`, without a wait: all values of a block are as far from zero as its scale."""
         scales_KJ = self.witness(frames_KB, n).numbers_KM.clamp_(max=largest)
         if scales_KJ.untyped_storage().data_ptr() != frames_KB.untyped_storage().data_ptr():  # at an odd address
             frames_KB[:, n // 8 : n // 8 + 2 * (n // self.block)] = scales_KJ.view(torch.uint8)
