@@ -168,7 +168,6 @@ class AdamRule(Rule):
         self._note_births(bucket, decision)
         bucket.ef.commit()
         frames = self.placement.swap_frames(bucket)  # the frames that have arrived are the new m/D
-        self.codec.bound_(frames, bucket.layout.chunk, LARGEST_MOVE)
         if bucket.masks is not None:
             self.mask_state(bucket)
             weight_K, decay_K = yield from self.weights(bucket, was_dense=False)
@@ -182,6 +181,10 @@ class AdamRule(Rule):
     def follow(self, bucket: Bucket, decision: Decision) -> None:
         if bucket.masks is None:  # with masks they have moved: their update is in memory that the next exchange uses
             self.placement.apply(bucket, decision, bucket.frames, *self._moves(bucket))
+
+    def prepare_commit(self, decision: Decision) -> None:
+        arrived = [b for b in self.buckets if self.keeps_variance(b) and not self.averages_gradients(b)]
+        self.placement.bound_(arrived, LARGEST_MOVE)
 
     def why_members_stay(self) -> str:
         return ""

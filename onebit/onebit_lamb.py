@@ -142,6 +142,7 @@ class LambRule(AdamRule):
     # ---------------------------------------------------------------- exchanges for all layers together
 
     def prepare_commit(self, decision: Decision) -> None:
+        super().prepare_commit(decision)
         observed, self._observed = self._observed, {}
         buckets = [b for b in self.buckets if b.index in observed and not self.averages_gradients(b)]
         if buckets:

@@ -135,6 +135,12 @@ class ZeroOneRule(Rule):
     def clips_apart(self) -> bool:
         return self.synchronisations.longest > 1 or self._had_local_steps
 
+    def prepare_commit(self, decision: Decision) -> None:
+        if self._round == _SYNC:
+            for g in range(len(self.buckets.groups)):
+                arrived = [bucket for bucket in self.buckets if bucket.group_index == g]
+                self.placement.bound_(arrived, LARGEST_MOVE * self._arriving_weight(g))
+
     def why_members_stay(self) -> str:
         has_local_steps = self.synchronisations.longest > 1
         return "between synchronisations each rank has its own parameters; use local_step_clipper=1" * has_local_steps
@@ -267,11 +273,13 @@ class ZeroOneRule(Rule):
         assert bucket.ef is not None
         g, m = bucket.group_index, bucket.flat["exp_avg_update"]
         bucket.ef.commit()
-        weight = self._accumulated_weight[g] + self._weights[g]
+        weight = self._arriving_weight(g)
         if weight > 0.0:
-            self.codec.bound_(self.placement.frames(bucket), bucket.layout.chunk, LARGEST_MOVE * weight)
             self.placement.take(bucket, self.placement.frames(bucket), m, 1.0 / weight)
         self.mask_state(bucket)
+
+    def _arriving_weight(self, g: int) -> float:
+        return self._accumulated_weight[g] + self._weights[g]
 
     def _variance(self, bucket: Bucket, total: float | None = None) -> Variance:
         """The inputs of D. total: the sum of the weights in v, if it has just changed."""

@@ -68,8 +68,8 @@ def all_finite(witnesses: Sequence[Witness]) -> Tensor:
         alike.setdefault((numbers.dtype, len(numbers), factor), []).append(numbers)
     verdicts = []
     for (_, _, factor), parts in alike.items():
-        numbers = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).float()
-        verdicts.append((numbers if factor == 1.0 else numbers * factor).isfinite().all())
+        numbers = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        verdicts.append((numbers if factor == 1.0 else numbers.float() * factor).isfinite().all())
     return verdicts[0] if len(verdicts) == 1 else torch.stack(verdicts).all()
 
 
@@ -197,17 +197,17 @@ class FusedCodec(Codec):
         if out.sums_KJ2 is not None:
             reference.sums_of(momentum, old_KN, out.sums_KJ2)
 
-    def bound_(self, frames_KB: Tensor, n: int, largest: float) -> None:
+    def bound_(self, frames: Sequence[tuple[Tensor, int]], largest: float) -> None:
         """Cut values that are farther from zero than `largest` to it. The others stay as they are, NaN too.
 
         Args:
-            frames_KB: uint8 [K, B], modified in place.
-            n: Elements of each row.
+            frames: Of each bucket its frames, uint8 [K, B], modified in place, and the elements of each row.
             largest: The bound, which the format may round.
         """
-        values_KN = torch.empty(len(frames_KB), n, device=frames_KB.device, dtype=torch.float32)
-        self.decode(frames_KB, values_KN)
-        self.encode(values_KN.clamp_(-largest, largest), None, frames_KB, None)
+        for frames_KB, n in frames:
+            values_KN = torch.empty(len(frames_KB), n, device=frames_KB.device, dtype=torch.float32)
+            self.decode(frames_KB, values_KN)
+            self.encode(values_KN.clamp_(-largest, largest), None, frames_KB, None)
 
     def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
         """p ← keep·p + weight·value, with the values of these frames.

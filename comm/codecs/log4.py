@@ -6,6 +6,7 @@ equal steps would round most of a block to zero. Byte layout and rules: `kernels
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -47,10 +48,11 @@ class Log4Codec(FusedCodec):
     def decode_mean(self, frames_KB: Tensor, out_N: Tensor) -> None:
         kernels.select(self.kernel, out_N.device, "log4").log4_decode_mean(frames_KB, out_N, block=self.block)
 
-    def bound_(self, frames_KB: Tensor, n: int, largest: float) -> None:
+    def bound_(self, frames: Sequence[tuple[Tensor, int]], largest: float) -> None:
         """As `FusedCodec.bound_`. Waits for the device: frames whose scales are no larger are not decoded."""
-        if bool((reference.scales_at(frames_KB, n // 2, n // self.block).abs() > largest).any()):
-            super().bound_(frames_KB, n, largest)
+        for frames_KB, n in frames:
+            if bool((reference.scales_at(frames_KB, n // 2, n // self.block).abs() > largest).any()):
+                super().bound_([(frames_KB, n)], largest)
 
     def is_finite(self, frames_KB: Tensor, n: int) -> Tensor:
         return all_finite([self.witness(frames_KB, n)])

@@ -6,6 +6,7 @@ Source: the compression operator of 1-bit Adam (Tang et al., arXiv 2102.02888, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,11 +78,13 @@ class SignCodec(FusedCodec):
         kernel = kernels.select(self.kernel, out.residual_KN.device)
         kernel.encode_momentum(momentum, out, block=self.block, scale=self.scale)
 
-    def bound_(self, frames_KB: Tensor, n: int, largest: float) -> None:
-        """As `FusedCodec.bound_`, without a wait: all values of a block are as far from zero as its scale."""
-        scales_KJ = self.witness(frames_KB, n).numbers_KM.clamp_(max=largest)
-        if scales_KJ.untyped_storage().data_ptr() != frames_KB.untyped_storage().data_ptr():  # at an odd address
-            frames_KB[:, n // 8 : n // 8 + 2 * (n // self.block)] = scales_KJ.view(torch.uint8)
+    def bound_(self, frames: Sequence[tuple[Tensor, int]], largest: float) -> None:
+        """As `FusedCodec.bound_`, in one operation: all values of a block are as far from zero as its scale."""
+        scales = [self.witness(frames_KB, n).numbers_KM for frames_KB, n in frames]
+        torch._foreach_clamp_max_(scales, largest)
+        for (frames_KB, n), scales_KJ in zip(frames, scales, strict=True):
+            if scales_KJ.untyped_storage().data_ptr() != frames_KB.untyped_storage().data_ptr():  # at an odd address
+                frames_KB[:, n // 8 : n // 8 + 2 * (n // self.block)] = scales_KJ.view(torch.uint8)
 
     def apply(self, frames_KB: Tensor, n: int, update: ParamUpdate) -> None:
         """p ← keep·p + weight·value, with the values of frames of rows of n elements."""

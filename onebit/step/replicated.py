@@ -316,6 +316,11 @@ class Replicated:
         """The frames of the last average in the codec, uint8 [W, B]."""
         return bucket.wires[self.codec].frames_WB
 
+    def bound_(self, buckets: Sequence[Bucket], largest: float) -> None:
+        """Cut values of the buckets' last averages that are farther from zero than `largest` to it."""
+        if buckets:
+            self.codec.bound_([(self.frames(bucket), bucket.layout.chunk) for bucket in buckets], largest)
+
     def spoilt(self, bucket: Bucket, sent_HB: Tensor) -> list[str]:
         """The names of the parameters for which these frames contain values that are not finite.
 

@@ -386,12 +386,12 @@ class TestFusedContract:
         largest = float(values.abs().max()) / 4
         bound = codec.bound_ if is_in_one_pass else functools.partial(FusedCodec.bound_, codec)
         odd = torch.empty(frames.numel() + 1, dtype=torch.uint8)[1:].view_as(frames)
-        for bounded in (frames.clone(), odd.copy_(frames)):
-            bound(bounded, x.shape[1], largest)
-            assert torch.equal(decode(codec, bounded, x.shape[1]), values.clamp(-largest, largest))
-        bound(frames, x.shape[1], math.inf)
+        both = [(each, x.shape[1]) for each in (frames.clone(), odd.copy_(frames))]
+        bound([*both, (torch.empty(3, 0, dtype=torch.uint8), 0)], largest)
+        for bounded, n in both:
+            assert torch.equal(decode(codec, bounded, n), values.clamp(-largest, largest))
+        bound([(frames, x.shape[1])], math.inf)
         assert torch.equal(decode(codec, frames, x.shape[1]), values)
-        bound(torch.empty(3, 0, dtype=torch.uint8), 0, largest)
 
     def test_parameters_move_by_what_frames_say(self, codec: FusedCodec) -> None:
         N = 2 * codec.block
