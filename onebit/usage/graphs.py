@@ -1,11 +1,14 @@
-"""Functions that torch.compile leaves out of its graphs: steps, and the work of gradient hooks. See docs/faq.md."""
+"""Functions that torch.compile leaves out of its graphs: steps, and the work of gradient hooks. See docs/faq.md.
+
+And those that it compiles for us, each by itself.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -25,6 +28,20 @@ def outside_graphs(function: F) -> F:
         return (disabled if "torch._dynamo" in sys.modules else function)(*args, **named)
 
     return cast("F", call)
+
+
+def compiled_apart(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`torch.compile` of a function whose variants count by themselves.
+
+    torch compiles 8 variants of the same code, such as a method of all objects of a class. It runs any further one
+    uncompiled, or refuses it if `fullgraph` is set. Each result of this function has code of its own.
+    """
+
+    def call(*args: Any, **named: Any) -> Any:
+        return function(*args, **named)
+
+    call.__code__ = call.__code__.replace()
+    return torch.compile(call, **options)
 
 
 def _without_import(method: F) -> F:

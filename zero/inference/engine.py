@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm.messages import gather_texts
+from ...usage.graphs import compiled_apart
 from .cache import Source, StaticCache
 from .config import InferenceConfig
 from .encoded import EncoderDecoder, decoder_of, inputs_of, source_of
@@ -68,7 +69,7 @@ class InferenceEngine:
         self.before_first_call: Callable[[Sequence[Any], Mapping[str, Any]], None] | None = None
         if config.kernel_inject or config.enable_cuda_graph:
             mode = "reduce-overhead" if config.enable_cuda_graph else None
-            self._decode = torch.compile(self._forward, fullgraph=True, mode=mode)
+            self._decode = compiled_apart(self._forward, fullgraph=True, mode=mode)
 
     @torch.no_grad()
     def __call__(self, *inputs: object, **named: object) -> Any:

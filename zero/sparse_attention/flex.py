@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...usage.graphs import compiled_apart
 from .layouts import Layout
 
 if TYPE_CHECKING:
@@ -177,13 +178,8 @@ def _kernel(
 def _compiled(*kind: object) -> Callable[..., Any]:
     """The kernel for one kind of call, compiled at the first.
 
-    By default torch compiles 8 variants of a function and runs any further one uncompiled, which computes everything
-    that the layout hides. It counts variants by the code object, so each kind of call gets its own.
+    Uncompiled, as a ninth variant of the same code would run, it computes everything that the layout hides.
     """
     from torch.nn.attention.flex_attention import flex_attention as flex
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        return flex(query, key, value, **options)
-
-    attend.__code__ = attend.__code__.replace()
-    return torch.compile(attend, dynamic=False)
+    return compiled_apart(flex, dynamic=False)
