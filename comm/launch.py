@@ -11,7 +11,6 @@ import hashlib
 import logging
 import os
 import re
-import resource
 import socket
 import struct
 import sys
@@ -27,6 +26,7 @@ import torch
 
 from .hierarchy import Seen, decide, hierarchical
 from .messages import gather_bytes
+from .open_files import may_open
 from .transports.arrivals import Arrival
 from .transports.base import PeerError, Transport
 from .transports.composite import Composite
@@ -327,7 +327,7 @@ def _default_backend(launch: Launch) -> str:
 def _start(launch: Launch, backend: str, timeout_s: float) -> MpiTransport | TorchTransport:
     if backend == "nccl" and not torch.cuda.is_available():
         raise ValueError('backend "nccl" needs CUDA, and torch.cuda.is_available() is False; use backend="gloo"')
-    _warn_of_few_descriptors(launch)
+    _allow_connections(launch)
     try:
         return _on_mpi(launch, timeout_s) if backend == "mpi" else _on_new_group(launch, backend, timeout_s)
     except PeerError:
@@ -338,13 +338,14 @@ def _start(launch: Launch, backend: str, timeout_s: float) -> MpiTransport | Tor
         raise
 
 
-def _warn_of_few_descriptors(launch: Launch) -> None:
-    """Warn, on rank 0, if this process may not open a connection to every other one, as Gloo and MPI do."""
-    most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], launch.world_size + _FILES
+def _allow_connections(launch: Launch) -> None:
+    """Let this process open a connection to every other one, as Gloo and MPI do. Warn on rank 0 if it may not."""
+    needed = launch.world_size + _FILES
+    most = may_open(needed)
     if launch.rank == 0 and most < needed:
         _log.warning(
-            "%d ranks are connected each to each, and a process may have %d open files here: raise the limit on all "
-            "hosts (ulimit -n %d), or connecting may fail",
+            "%d ranks are connected each to each, and a process may have %d open files here at most: raise the limit "
+            "on all hosts (ulimit -Hn %d), or connecting may fail",
             launch.world_size,
             most,
             2 * needed,

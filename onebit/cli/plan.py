@@ -37,7 +37,7 @@ their traffic by the ranks of a host: use stage 1 there."""
 
 _MANY = 512
 _CONNECTIONS = """\
-Gloo and MPI connect each rank to all others: {ranks} open files, where many systems allow 1,024 (ulimit -n)."""
+Gloo and MPI connect each rank to all others: {ranks} open files, as far as the system allows (ulimit -Hn)."""
 
 
 def table(run: Run) -> Table:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm import PeerError, Transport, torch_versions
+from ..comm.open_files import may_open
 from ..comm.transports.edge import ANSWER_S, DIAGNOSIS_S, STORE_S, reason
 from ..comm.transports.hanging import call_within
 from .members import Members
@@ -35,6 +36,9 @@ LISTENER_S = 5.0
 """How long a rendezvous that starts at the same time may take to listen."""
 
 POLL_S = 0.2
+
+OPEN_FILES = 2**20
+"""That a rendezvous may have, if the system allows as many."""
 
 CONNECT_S, PAIR_S = 10.0, 30.0
 """Seconds in which the members of an epoch must connect to each other, once all of them have confirmed it."""
@@ -114,11 +118,14 @@ def connect(
 
 
 def serve(port: int) -> dist.TCPStore:
-    """A store for a rendezvous, in this process.
+    """A store for a rendezvous, in this process, which may then open as many files as the system lets it.
+
+    Each rank of a member has a few connections to it.
 
     Args:
         port: Port on all addresses of this machine; 0: a free one.
     """
+    may_open(OPEN_FILES)
     return dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
 
 

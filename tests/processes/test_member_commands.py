@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import signal
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from torch.distributed import HashStore
 from onebit import membership
 from onebit.cli import main
 from onebit.cli.status import page, tables
+from onebit.comm.open_files import may_open
 from onebit.membership import network
 from onebit.membership.published import Onlooker, sign
 
@@ -170,6 +175,31 @@ def test_an_address_of_ipv6_is_reached_in_both_spellings(form: str) -> None:
     network.reach(*network.parse_address(form.format("::1", store.port))).set("here", "yes")
     assert store.get("here") == b"yes"
     refused(ValueError, "address must be", network.parse_address, "[]:29500")
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """How many this process may open: 20 more than it has, until it raises the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    yield few
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_rendezvous_takes_more_connections_than_a_process_may_open_at_first(few_files: int) -> None:
+    store = network.serve(0)
+    with ExitStack() as connections:
+        for _ in range(few_files):
+            connections.enter_context(socket.create_connection(("127.0.0.1", store.port)))
+        network.reach("127.0.0.1", store.port).set("here", "yes")
+    assert store.get("here") == b"yes"
+
+
+@pytest.mark.parametrize("more", [1, 10**9])
+def test_only_what_the_system_forbids_is_missing(few_files: int, more: int) -> None:
+    most = min(few_files + more, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    assert may_open(few_files + more) == most == may_open(0)
 
 
 # ---------------------------------------------------------------- onebit status
