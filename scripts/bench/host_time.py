@@ -26,6 +26,7 @@ from onebit import OnebitAdam, ZeroOneAdam
 from onebit.zero import ShardedOnebitAdam
 
 BLOCK, WARM = 256, 2
+MAX_NORM = 1e-3  # less than any norm here
 RANKS = 2  # of which this is one; the transport copies within this process
 ALWAYS = {"compression": "always"}
 SIGNS = {"freeze_step": WARM} | ALWAYS
@@ -34,11 +35,16 @@ LOCAL = {"var_freeze_step": WARM, "var_update_scaler": 1, "local_step_scaler": 1
 
 @dataclass(frozen=True)
 class Side:
-    """One row. make: of parameters. phase: of the steps that are timed; None: of an optimizer that has no phases."""
+    """One row.
+
+    make: of parameters. phase: of the steps that are timed; None: of an optimizer that has no phases. is_clipped: whether
+    torch clips the gradients before each step.
+    """
 
     name: str
     make: Callable[[list[Tensor]], Optimizer]
     phase: str | None = None
+    is_clipped: bool = False
 
 
 def ours(name: str, kind: Callable[..., Optimizer], phase: str, **options: object) -> Side:
@@ -54,8 +60,9 @@ def ours(name: str, kind: Callable[..., Optimizer], phase: str, **options: objec
 SIDES = (
     Side("torch.optim.AdamW(foreach=True)", lambda params: AdamW(params, lr=1e-4, foreach=True)),
     Side("torch.optim.AdamW(fused=True)", lambda params: AdamW(params, lr=1e-4, fused=True)),
+    Side("the same after clip_grad_norm_", lambda params: AdamW(params, lr=1e-4, fused=True), is_clipped=True),
     ours("OnebitAdam", OnebitAdam, "compressed", **SIGNS),
-    ours("OnebitAdam, every step clipped", OnebitAdam, "compressed", **SIGNS, max_grad_norm=1e-3),
+    ours("OnebitAdam, every step clipped", OnebitAdam, "compressed", **SIGNS, max_grad_norm=MAX_NORM),
     ours("ZeroOneAdam, a local step", ZeroOneAdam, "local", **LOCAL),
     ours("ShardedOnebitAdam, overlap=False", ShardedOnebitAdam, "compressed", warmup_steps=WARM, overlap=False),
 )
@@ -78,9 +85,14 @@ class Running:
         self.size = 1 / self.size
         for p, g in zip(self.params, self.gradients, strict=True):
             p.grad = g
-        spent = seconds(self.optimizer.step)
+        spent = seconds(self._take_step)
         self.optimizer.zero_grad()
         return spent
+
+    def _take_step(self) -> None:
+        if self.side.is_clipped:
+            nn.utils.clip_grad_norm_(self.params, MAX_NORM)
+        self.optimizer.step()
 
 
 def timings(buckets: int, elements: int, repeats: int) -> list[Timing]:
