@@ -37,8 +37,8 @@ LOCAL = {"var_freeze_step": WARM, "var_update_scaler": 1, "local_step_scaler": 1
 class Side:
     """One row.
 
-    make: of parameters. phase: of the steps that are timed; None: of an optimizer that has no phases. is_clipped: whether
-    torch clips the gradients before each step.
+    make: of parameters. phase: of the steps that are timed; None: of an optimizer that has no phases.
+    is_clipped: whether torch clips the gradients before each step.
     """
 
     name: str

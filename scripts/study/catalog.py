@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
+from study.denoise import Denoise
 from study.divided import MixedBytes, MixedDigits, MixedSums, UnlikeBytes, UnlikeDigits, UnlikeSums
-from study.tasks import ByteLM, DemoLM, Digits, LargeLM, MaskedLM, Task
+from study.tasks import ByteLM, DemoLM, Digits, LargeLM, MaskedLM, Task, TenMillionLM
 
 ALIKE: list[type[Task]] = [ByteLM, DemoLM, MaskedLM, Digits]
 DIVIDED: list[type[Task]] = [UnlikeBytes, MixedBytes, UnlikeDigits, MixedDigits, UnlikeSums, MixedSums]
-TASKS: dict[str, type[Task]] = {task.name: task for task in (*ALIKE, *DIVIDED, LargeLM)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (*ALIKE, *DIVIDED, Denoise, TenMillionLM, LargeLM)}
 
 
 @cache

@@ -108,8 +108,9 @@ PEERS_SCHEDULE = {
 
 
 def muon_groups(model: nn.Module) -> list[dict]:
-    """As `decay_groups`, and hidden matrices apart from embeddings. The heads of the tasks here are embeddings."""
-    kinds = [(group["use_muon"], [p for _, p in group["params"]]) for group in onebit.muon_groups(model, head=None)]
+    """As `decay_groups`, and hidden matrices apart from embeddings and the head; most tasks' heads are embeddings."""
+    made = onebit.muon_groups(model, head=getattr(model, "head", None))
+    kinds = [(group["use_muon"], [p for _, p in group["params"]]) for group in made]
     return [
         {"params": params, "use_muon": use_muon, "weight_decay": WEIGHT_DECAY if is_matrix else 0.0}
         for use_muon, of_kind in kinds
@@ -210,6 +211,8 @@ DEFAULTS = {
     "byte-lm": Defaults(steps=2000, batch_size=8, seeds=3, lrs=(2e-3, 4e-3, 8e-3, 1.6e-2)),
     "demo-lm": Defaults(steps=200, batch_size=4, seeds=3, lrs=(1.4e-3,)),  # as in demo.py
     "masked-lm": Defaults(steps=2000, batch_size=4, seeds=3, lrs=(2e-3, 4e-3, 8e-3, 1.6e-2)),
+    "denoise": Defaults(steps=600, batch_size=8, seeds=3, lrs=(4e-3, 8e-3, 1.6e-2)),
+    "lm-10m": Defaults(steps=300, batch_size=4, seeds=1, lrs=(4e-3, 8e-3, 1.6e-2)),
     "digits": Defaults(steps=400, batch_size=16, seeds=20, lrs=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)),
     "byte-lm-unlike": (BYTES := Defaults(steps=1000, batch_size=4, seeds=3, lrs=(2e-3, 4e-3, 8e-3))),
     "byte-lm-mixed": BYTES,

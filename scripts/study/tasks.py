@@ -2,7 +2,7 @@
 
 Three kinds of gradient: "byte-lm" reaches every parameter in every step, and so do "demo-lm", the demo's own, and
 "large-lm", for a GPU; "masked-lm" never reaches three quarters of its position table; "digits" has
-inputs that are always zero, and labels of which a tenth are wrong.
+inputs that are always zero, and labels of which a tenth are wrong. `denoise.py` and `divided.py` have further ones.
 Shape legend: B rows of a batch, T bytes of each, D features, H heads.
 """
 
@@ -76,6 +76,13 @@ class DemoLM(ByteLM):
 
     name = "demo-lm"
     size, validated = "small", 64
+
+
+class TenMillionLM(ByteLM):
+    """The same by a GPT of 10.8 M parameters, context 128."""
+
+    name = "lm-10m"
+    size, validated = "10m", 64
 
 
 class LargeLM(ByteLM):

@@ -21,8 +21,8 @@ from study.divided import largest_directories
 from study.figure import COLOURS, family, lines_of, saving
 from study.main import read_results
 from study.report import best_lr, gap_with_interval, report, runs_by_lr, verdict
-from study.run import Job, Point, Result, run_job
-from study.tasks import MASK, Task, joined
+from study.run import Job, Point, Result, muon_groups, run_job
+from study.tasks import MASK, Task, joined, read_digits
 
 JOB = Job(task="digits", method="onebit-adam", lr=4e-3, seed=1, steps=6, ranks=2, batch_size=4)
 
@@ -92,6 +92,27 @@ def test_digits_have_inputs_that_are_always_zero() -> None:
     columns = model[0].weight.grad.abs().sum(dim=0)
     assert 1 <= int((columns == 0).sum()) <= 20
     assert 0.0 < task.accuracy(model) < 0.4  # untrained
+
+
+def test_pictures_are_four_digits_with_noise_in_patches() -> None:
+    def digits_in(patches_BP4: torch.Tensor) -> set[bytes]:
+        rows = patches_BP4.view(-1, 8, 8, 2, 2).transpose(2, 3).reshape(-1, 2, 8, 2, 8)
+        return {digit.numpy().tobytes() for digit in rows.transpose(2, 3).reshape(-1, 8, 8)}
+
+    task = load_task("denoise")
+    noisy_BP4, clean_BP4 = task.batch(0, 0, 0, 200)
+    assert noisy_BP4.shape == clean_BP4.shape == (200, 64, 4)
+    assert abs(float((noisy_BP4 - clean_BP4).std()) - 0.5) < 0.01
+    trained_on, tested = digits_in(clean_BP4), digits_in(task._test[1])
+    known = {digit.numpy().tobytes() for digit in read_digits()[0].view(-1, 8, 8)}
+    assert trained_on | tested <= known and not trained_on & tested
+
+
+def test_muon_is_for_hidden_matrices_alone() -> None:
+    model = load_task("denoise").build(0)
+    hidden = {id(p) for group in muon_groups(model) if group["use_muon"] for p in group["params"]}
+    assert id(model.blocks[0].qkv.weight) in hidden
+    assert not hidden & {id(model.head.weight), id(model.positions.weight), id(model.norm.weight)}
 
 
 @pytest.mark.parametrize("name", ["byte-lm", "digits", "sums"])
