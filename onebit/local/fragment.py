@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,6 +96,20 @@ class Share:
     correction: float = 0.0
 
 
+class Pace(NamedTuple):
+    """How fast a parameter moves.
+
+    Attributes:
+        move: Its largest recent move in a round, per step and learning rate.
+        relative: The same per norm of its gradient.
+        still: Its elements, times the rounds in a row, up to the last one, in which it stood still.
+    """
+
+    move: float = 0.0
+    relative: float = 0.0
+    still: int = 0
+
+
 @dataclass(eq=False)
 class LocalBucket:
     """Some parameters of one group, and the state of local steps for them, beside the inner optimizer's.
@@ -104,8 +119,7 @@ class LocalBucket:
     if there is a correction. ef: e and E. wire, at_send: frames of an exchange under way, and w as it was sent, if w
     moves on meanwhile. sent_HB: a copy of the sent frames, for a checkpoint. said_WB: frames of this node from the last
     exchange, for the correction. may_retry: a round that was sent may be sent anew, among members that come and go, for
-    which e is kept while it travels. paces: by parameter, the largest recent move in a round per step and learning
-    rate, and the same per norm of its gradient; empty before the first round.
+    which e is kept while it travels. paces: by parameter; empty before the first round.
     """
 
     index: int
@@ -130,7 +144,7 @@ class LocalBucket:
     sent_HB: Tensor | None = None
     said_WB: Tensor | None = None
     may_retry: bool = False
-    paces: list[tuple[float, float]] = field(default_factory=list)
+    paces: list[Pace] = field(default_factory=list)
 
     def gradients(self) -> list[Tensor | None]:
         """This rank's gradients, not copied; None for parameters that are frozen now. They may be sparse."""

@@ -13,12 +13,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .fragment import LocalBucket
+from .fragment import LocalBucket, Pace
 from .stats import LocalStats
 from .wrapped import are_finite
 
 _STANDS_STILL = 0.01  # share of a parameter's earlier pace, i.e. move per step and learning rate
 _MEMORY = 0.9  # decay of the remembered pace from one round to the next
+# A number that goes to and fro is back, to a hundredth of its move, after one round in a hundred: no standstill.
+# So a scalar has to stand still for eight rounds in a row, and a parameter of eight numbers or more for one.
+_STILL_NUMBERS = 8
 
 log = logging.getLogger(__name__)
 
@@ -56,15 +59,17 @@ class InnerState:
         differences, still = bucket.layout.views(bucket.difference([keep] * K)), []
         norms = torch._foreach_norm([differences[k] for k, _ in grads])
         moves, sizes = torch.stack([*norms, *(g.float().norm() for _, g in grads)]).view(2, -1).tolist()
-        bucket.paces = bucket.paces or [(0.0, 0.0)] * K
+        bucket.paces = bucket.paces or [Pace()] * K
         for (k, _), move, size in zip(grads, moves, sizes, strict=True):
             if size > 0.0 and math.isfinite(size):
-                pace = move / (lr * steps), move / (lr * steps * size)
-                before = bucket.paces[k]
-                is_still = all(now < _STANDS_STILL * then for now, then in zip(pace, before, strict=True))
-                still += [k] if is_still else []
-                fading = [max(now, _MEMORY * then) for now, then in zip(pace, before, strict=True)]
-                bucket.paces[k] = (0.0, 0.0) if is_still else (fading[0], fading[1])
+                now, before = Pace(move / (lr * steps), move / (lr * steps * size)), bucket.paces[k]
+                has_moved = now.move >= _STANDS_STILL * before.move or now.relative >= _STANDS_STILL * before.relative
+                numbers = 0 if has_moved else before.still + differences[k].numel()
+                move, relative = max(now.move, _MEMORY * before.move), max(now.relative, _MEMORY * before.relative)
+                bucket.paces[k] = Pace(move, relative, numbers)
+                if numbers >= _STILL_NUMBERS:
+                    bucket.paces[k] = Pace()
+                    still.append(k)
         self._drop(bucket, still, step, "stops it from moving: a gradient was far larger than all others")
 
     def _drop(self, bucket: LocalBucket, which: Sequence[int], step: int, why: str) -> None:

@@ -31,7 +31,7 @@ from ..model_parallel import ModelParallelGroup, local
 from ..step.driver import StepState
 from ..usage.contract import State, check_identity
 from .buffers import BufferMean
-from .fragment import Fragment, LocalBucket, Share
+from .fragment import Fragment, LocalBucket, Pace, Share
 from .intervals import Auto, Interval
 from .new_world import Stepping
 from .stats import LocalTraffic
@@ -111,7 +111,7 @@ def save(optimizer: Saved, inner: State) -> State:
                 "frames": None,
                 "server_error": bucket.ef.server,
                 "peak_lr": bucket.peak_lr,
-                "paces": list(bucket.paces),
+                "paces": [tuple(pace) for pace in bucket.paces],
             }
             for bucket in optimizer.buckets
         ],
@@ -238,7 +238,7 @@ def _restore_bucket(bucket: LocalBucket, entries: Sequence[State], saved: State)
     bucket.ef.worker.copy_(bucket.hierarchy.rows(worker).reshape(-1))
     bucket.ef.server.copy_(saved["server_error"])
     bucket.peak_lr = saved.get("peak_lr", 0.0)  # older states have no correction, which alone needs it
-    bucket.paces = [tuple(pace) for pace in saved.get("paces", ())]
+    bucket.paces = [Pace(*pace) for pace in saved.get("paces", ())]
     bucket.wire = bucket.at_send = bucket.sent_HB = bucket.said_WB = None
     bucket.return_to_anchor()
 

@@ -232,6 +232,24 @@ def test_a_run_that_converges_without_noise_keeps_its_inner_state() -> None:
     assert run_ranks(2, ours) == [0, 0]
 
 
+@pytest.mark.parametrize(("elements", "largest", "dropped"), [(1, 1.0, 0), (1, 1e15, 1), (8, 1e15, 1)])
+def test_a_number_that_is_back_after_a_round_keeps_its_inner_state(elements: int, largest: float, dropped: int) -> None:
+    """Number 0 goes to and fro in every third round; after a gradient that is far too large all stand still."""
+
+    def ours(transport: SimTransport) -> int:
+        p = nn.Parameter(torch.zeros(elements))
+        inner = torch.optim.Adam([p], lr=0.05, betas=(0.0, 0.999))  # moves by the sign of the gradient
+        optimizer = onebit.LocalSteps(inner, 4, transport=transport, codec=IdentityCodec())
+        for step in range(80):
+            p.grad = torch.full_like(p, largest if step == 20 and transport.rank == 1 else 1.0)
+            if step // 4 % 3 == 1 and step % 2:
+                p.grad[::2] *= -1
+            optimizer.step()
+        return optimizer.stats.dropped_states
+
+    assert run_ranks(2, ours) == [0, dropped]
+
+
 # ---------------------------------------------------------------- what is said of skipped steps
 
 
