@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import comm
-from .agreement.join import Join
+from .agreement.join import Join, alone_in_join
 from .agreement.replicas import ReplicaCheck
 from .agreement.skips import MOST_SKIPS, SkipLimit
 from .agreement.step_vote import Header, StepVote, Summary, check_headers, gather_headers
@@ -438,10 +438,11 @@ class BucketOptimizer(Optimizer, ABC, Generic[B]):
         `stats.shadow_steps` counts them. Costs a header per step to each peer, and the overlap with backward.
 
         Raises:
-            RuntimeError: It is called between a backward pass and its step; in the loop as `step`.
+            RuntimeError: It is called between a backward pass and its step, or inside another optimizer's; in the loop
+                as `step`.
         """
         self._check_at_rest("join()")
-        with self._join.loop(self._shadow_step):
+        with alone_in_join(self.transport.rank), self._join.loop(self._shadow_step):
             yield
 
     def _check_at_rest(self, what: str) -> None:

@@ -4,10 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from ..usage.contract import Group
 from .step_vote import Header, adopt_numbers
+
+_is_joining: ContextVar[bool] = ContextVar("whether this thread is in a loop of `join`", default=False)
+
+
+@contextmanager
+def alone_in_join(rank: int) -> Iterator[None]:
+    """Every loop of `join` is in such a block.
+
+    Args:
+        rank: This rank, for the message.
+
+    Raises:
+        RuntimeError: It is inside another optimizer's. A rank that has finished would take part in the inner loop's
+            steps first, and the others would wait for it in the outer one's.
+    """
+    if _is_joining.get():
+        raise RuntimeError(
+            f"rank {rank}: join() inside the join() of another optimizer: a rank that has no batches left can follow "
+            "one alone. Train the models with one optimizer, a group each, or give all ranks as many batches"
+        )
+    token = _is_joining.set(True)
+    try:
+        yield
+    finally:
+        _is_joining.reset(token)
 
 
 @dataclass

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import comm
+from ..agreement.join import alone_in_join
 from ..agreement.replicas import ReplicaCheck, ReplicaError
 from ..agreement.skips import MOST_SKIPS, SkipLimit
 from ..comm import Codec, PeerError, SignCodec, Transport
@@ -423,7 +424,7 @@ class LocalSteps(Wrapped):
         none. The last round is when all have finished; after it all ranks have the same parameters.
 
         Raises:
-            RuntimeError: There are several fragments, or a delay.
+            RuntimeError: There are several fragments, or a delay, or it is inside another optimizer's.
         """
         self._is_finished = False
         if self._members is not None:
@@ -436,16 +437,17 @@ class LocalSteps(Wrapped):
                 f"rank {self.transport.rank}: join() needs fragments=1 and delay=0; otherwise give all ranks the same "
                 "number of batches"
             )
-        try:
-            yield
-            self._is_finished = True
-            with torch.no_grad():
-                self._begin_round()
-                while self._take_round(self.fragments[0]):
-                    pass
-                self._end_step()
-        finally:
-            self._is_finished = False
+        with alone_in_join(self.transport.rank):
+            try:
+                yield
+                self._is_finished = True
+                with torch.no_grad():
+                    self._begin_round()
+                    while self._take_round(self.fragments[0]):
+                        pass
+                    self._end_step()
+            finally:
+                self._is_finished = False
 
     def check_replicas(self) -> None:
         """Compare the anchors' bits. All ranks; raises ReplicaError on all if they differ.

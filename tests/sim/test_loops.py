@@ -516,6 +516,26 @@ def test_join_goes_on_until_the_last_rank_is_through(name: str, stage: int) -> N
         assert shadows == max(batches) - count
 
 
+@pytest.mark.parametrize("name", ["OnebitAdam", "sharded", "LocalSteps"])
+def test_a_join_inside_another_is_an_error_and_ends_both(name: str) -> None:
+    """Ranks that are through would follow the inner one, and the others wait in the outer one, until the timeout."""
+
+    def ours(transport: SimTransport) -> None:
+        def optimizer() -> torch.optim.Optimizer:
+            if name == "LocalSteps":
+                return onebit.LocalSteps(torch.optim.AdamW(model().parameters()), 2, transport=transport)
+            return build(name, model(), transport)
+
+        actor, critic = optimizer(), optimizer()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="with one optimizer, a group each"), actor.join(), critic.join():
+                raise AssertionError("the loop has begun")
+        with actor.join():
+            pass
+
+    run_ranks(2, ours)
+
+
 def test_join_of_ranks_with_as_many_batches_changes_nothing() -> None:
     def ours(transport: SimTransport, joins: bool) -> Tensor:
         net, optimizer = fresh(transport)
