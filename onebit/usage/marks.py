@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..agreement.replicas import fingerprints
 from ..model_parallel import local
+from .frozen import gradient_of
 
 # torch counts writes to a tensor, but not those through its `.data`. So the bits are compared as well in the first 3 of
 # every 100 steps, or of every 100 times that a bucket leaves during backward: 2 ns per element and comparison.
@@ -31,7 +32,7 @@ class GradientMark(NamedTuple):
     """Identifies a parameter's gradient and how often it had been written.
 
     Attributes:
-        grad: Reference to the gradient's local elements. None: there was no gradient.
+        grad: Reference to the gradient's local elements. None: there was no gradient, or p was frozen.
         version: torch's count of writes. Default 0.
     """
 
@@ -43,16 +44,18 @@ class GradientMark(NamedTuple):
     @classmethod
     def of(cls, p: Tensor) -> GradientMark:
         """The mark of p's gradient as it is now."""
-        if p.grad is None:
+        grad = gradient_of(p)
+        if grad is None:
             return cls(None)
-        grad = _elements(p.grad)
+        grad = _elements(grad)
         return cls(weakref.ref(grad), grad._version)
 
     def is_still(self, p: Tensor) -> bool:
         """Whether p's gradient is still the marked one, unchanged."""
-        if p.grad is None or self.grad is None:
-            return p.grad is None and self.grad is None
-        now = _elements(p.grad)
+        grad = gradient_of(p)
+        if grad is None or self.grad is None:
+            return grad is None and self.grad is None
+        now = _elements(grad)
         return self.grad() is now and now._version == self.version
 
 
@@ -76,6 +79,6 @@ def changed_since(params: Sequence[Tensor], marks: Sequence[GradientMark]) -> li
 
 def are_used_again(params: Sequence[Tensor], marks: Sequence[GradientMark]) -> bool:
     """Whether there are gradients, and all of them are those of the step in which the marks were made."""
-    if len(params) != len(marks) or all(p.grad is None for p in params):
+    if len(params) != len(marks) or all(gradient_of(p) is None for p in params):
         return False
     return all(mark.is_still(p) for p, mark in zip(params, marks, strict=True))

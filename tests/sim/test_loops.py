@@ -239,6 +239,25 @@ def test_options_set_after_backward_are_those_of_the_step(
         assert resent == 0 or set_option is set_betas or name == "ZeroOneAdam"
 
 
+@pytest.mark.parametrize("on", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+@pytest.mark.parametrize("name", FAMILY)
+def test_what_is_frozen_after_backward_has_no_gradient_in_the_step(name: str, on: tuple[int, ...]) -> None:
+    """As without overlap, whether its gradient had been sent or not."""
+
+    def ours(transport: SimTransport, overlap: bool) -> Tensor:
+        net, optimizer = fresh(transport, name, bucket_cap_mb=0.004, overlap=overlap)
+        for step in range(9):
+            optimizer.zero_grad()
+            loss_of(net, step, transport.rank).backward()
+            net[2].requires_grad_(step != 5 or transport.rank not in on)
+            optimizer.step()
+            net.requires_grad_(True)
+        return flat(net)
+
+    found, plain = (run_ranks(2, lambda transport, on=on: ours(transport, on)) for on in (True, False))
+    assert all(map(torch.equal, found, plain))
+
+
 @pytest.mark.parametrize(("name", "early_from"), [("OnebitAdam", 7), *((name, 1) for name in FAMILY)])
 def test_gradients_edited_behind_torchs_back_are_found(
     name: str, early_from: int, caplog: pytest.LogCaptureFixture
