@@ -126,6 +126,8 @@ def _from_torch(env: Mapping[str, str]) -> Launch | None:
 
 def _from_mpi(env: Mapping[str, str]) -> Launch | None:
     for launcher, names in _MPI_VARIABLES.items():
+        if names[0] == "PMI_RANK" and _is_srun_step(env) and names[2] not in env:
+            continue  # srun --mpi=pmi2 sets PMI_RANK for its own tasks; Hydra, which srun may start, sets all four
         found = _ranks(env, names)
         if found is not None:
             return Launch(launcher, *found, *_master(env))

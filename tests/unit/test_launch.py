@@ -91,7 +91,9 @@ SINGLE = Launch("a single process", 0, 1, 0, 1)
             id="srun with a master",
         ),
         pytest.param(SRUN | TORCHRUN, Launch("torchrun", 5, 8, 1, 4, "node0", 29500), id="srun torchrun"),
+        pytest.param(SRUN | {"PMI_RANK": "6", "PMI_SIZE": "7"}, BY_SRUN, id="srun --mpi=pmi2"),
         pytest.param(SRUN | OPEN_MPI, Launch("Open MPI", 3, 4, 1, 2), id="mpirun in a Slurm allocation"),
+        pytest.param(SRUN | HYDRA, Launch("MPICH or Intel MPI", 3, 4, 1, 2), id="Hydra in a Slurm allocation"),
     ],
 )
 def test_environment_says_the_launch(env: dict[str, str], expected: Launch) -> None:
