@@ -192,6 +192,13 @@ class Rendezvous:
             self.meet()  # as a second rank 0
         except RuntimeError:
             pass  # not a store, or not one of onebit's
+        try:
+            socket.getaddrinfo(*self._address)  # torch tries unknown names again, and tells no reason
+        except socket.gaierror as error:
+            raise ValueError(
+                f"{self._who()}: cannot listen at {self._place()}: {error.strerror}; set MASTER_ADDR to a name or an "
+                "address of this host that all ranks know"
+            ) from None
         raise ValueError(
             f"{self._who()}: cannot listen at {self._place()}: {why}. Another program does, or an earlier run that has "
             "not ended; set MASTER_PORT to a free port of this host, on all ranks"

@@ -38,6 +38,12 @@ def test_a_second_rank_0_waits_for_the_name_of_the_first() -> None:
     late.join()
 
 
+@pytest.mark.slow
+def test_rank_0_names_a_host_that_has_no_address() -> None:
+    with pytest.raises(ValueError, match=r"cannot listen at node1\.invalid:29500: .*; set MASTER_ADDR to a name"):
+        Rendezvous(Arrival.here(0, 2), ("node1.invalid", 29500), 0.5)
+
+
 class Agent:
     """A launcher's, whose store outlives the processes that come to it."""
 
