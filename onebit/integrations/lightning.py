@@ -97,11 +97,12 @@ class OnebitStrategy(DDPStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        # On the CPU "auto" means one device, however many ranks torchrun has started.
+        # On the CPU "auto" means one device, however many ranks torchrun has started. Lightning's own environment, which
+        # starts the devices that are named, does not know the number yet and answers 1.
         environment, devices = self.cluster_environment, self.parallel_devices or []
-        is_on_cpu = all(device.type == "cpu" for device in devices)
-        if environment is not None and environment.creates_processes_externally and is_on_cpu:
-            self.parallel_devices = [torch.device("cpu")] * (environment.world_size() // self.num_nodes)
+        if environment is not None and all(device.type == "cpu" for device in devices):
+            ranks_here = environment.world_size() // self.num_nodes
+            self.parallel_devices = [torch.device("cpu")] * max(ranks_here, len(devices))
         super().set_world_ranks()
 
     # ---------------------------------------------------------------- model and optimizers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from ranks import run_torchrun
 
 pytest.importorskip("lightning", reason="pip install onebit[lightning]")
 
+import lightning_ranks
 from lightning_ranks import everything, example, resumed_here
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(300)]  # Lightning's import alone takes 4 s on each rank
@@ -61,6 +63,14 @@ def test_no_file_of_a_rank_outlives_its_checkpoint(found: list[dict[str, Any]]) 
 
 def test_the_strategy_has_a_name(found: list[dict[str, Any]]) -> None:
     assert found[0]["by name"] == found[0]["trained"]["plain"]["here"]
+
+
+def test_ranks_that_lightning_starts_do_the_same(found: list[dict[str, Any]]) -> None:
+    command = [sys.executable, lightning_ranks.__file__]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == [found[0]["trained"]["plain"]["here"]] * 2
 
 
 @pytest.mark.parametrize(
