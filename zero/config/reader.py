@@ -195,7 +195,7 @@ def _read_key(data: Mapping[str, object], name: str, rule: Key, where: str, read
         return filled
     if (stands == AUTO and rule.asks) or rule.required:
         state = '"auto"' if stands == AUTO else "missing"
-        argument = f", or call read_config(..., {rule.fill}=...)" if rule.fill else ""
+        argument = f", or pass {rule.fill}=... to initialize()" if rule.fill else ""
         raise ValueError(f"{place} is {state}: expected {rule.expected()}; write it there{argument}")
     if stands == AUTO and not rule.null:
         reading.notes.append(f'{place} is "auto" and nothing was given for it: the default is taken')

@@ -296,7 +296,7 @@ def batch_triangle(train: int | None, micro: int | None, steps: int | None, worl
     if train is None and micro is None:
         raise ValueError(
             f"the batch size is not known: {numbers}; write train_batch_size or train_micro_batch_size_per_gpu, or "
-            "call read_config(..., train_micro_batch_size_per_gpu=...)"
+            "pass train_micro_batch_size_per_gpu=... to initialize()"
         )
     if train is None:
         assert micro is not None
