@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import socket
 import sys
@@ -210,6 +211,16 @@ def test_a_single_process_has_one_level(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.delenv(name, raising=False)
     assert onebit.comm.init(levels=1).world_size == 1
     refused(ValueError, "1 ranks cannot be 2 on each node", onebit.comm.init, levels=2)
+
+
+def test_a_process_in_the_shell_of_a_job_is_told_that_it_is_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for tasks in ("1", "2"):
+        monkeypatch.setattr(os, "environ", SALLOC | {"SLURM_NTASKS": tasks})
+        assert onebit.comm.init().world_size == 1
+    (said,) = caplog.messages
+    assert said.startswith("this process trains alone, in a Slurm job of 2 tasks: start it with srun")
 
 
 IN_TWO_LEVELS = "transport torch.distributed (gloo), two levels: 2 nodes of 2 ranks"
