@@ -398,6 +398,28 @@ def test_parameters_edited_between_steps_are_noticed_and_can_be_adopted(caplog: 
     assert float(params[0].detach().mean()) < 2.1 and "adopt_parameters" in caplog.text
 
 
+@pytest.mark.parametrize("shift", [0.0, 0.5])
+def test_parameters_that_are_elsewhere_during_backward_alone_end_where_they_would(shift: float) -> None:
+    """As in SAM. At stage 2 owners step in backward; the differences that come down are not those of the shift."""
+
+    def work(transport: SimTransport, stage: int) -> list[torch.Tensor]:
+        params, optimizer = new(transport, stage=stage, bucket_cap_mb=1e-3)
+        for step in range(6):
+            generator = torch.Generator().manual_seed(10 * step + transport.rank)
+            kept = [p.detach().clone() for p in params]
+            with torch.no_grad():
+                torch._foreach_add_(params, shift if step else 0.0)  # the first step takes the masters
+            sum(p.square().mean() + (p * torch.randn(p.shape, generator=generator)).mean() for p in params).backward()
+            with torch.no_grad():
+                torch._foreach_copy_(params, kept)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in params]
+
+    whole, freed = (run_ranks(2, lambda transport, stage=stage: work(transport, stage)) for stage in (1, 2))
+    assert all(torch.equal(p, q) for a, b in zip(whole, freed, strict=True) for p, q in zip(a, b, strict=True))
+
+
 def test_edits_of_parameters_behind_torchs_back_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
     """`p.data.clamp_()` between steps, as a Wasserstein GAN's critic has it: the masters undo it."""
     params, optimizer = new(SimTransport())

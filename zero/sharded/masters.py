@@ -61,15 +61,16 @@ class TakenMasters:
             if bucket.masters.has_any:
                 bucket.masters.check(self._rank, bucket.names)
                 bucket.masters.settle()
-        if self._are_kept and not self._is_warned and self._is_edited():
+        if self._are_kept and not self._is_warned and self.are_left():
             self._is_warned = True
             log.warning(
                 "rank %d: parameters were changed outside of step(); the masters were not, and will pull them back; "
-                "call adopt_parameters() on all ranks after such a change",
+                "call adopt_parameters() on all ranks after such a change, unless you have undone it yourself",
                 self._rank,
             )
 
-    def _is_edited(self) -> bool:
+    def are_left(self) -> bool:
+        """Whether parameters were changed since the last step, as far as torch's counts or the noted bits tell."""
         params = self._buckets.params
         if self._versions is None:
             return False

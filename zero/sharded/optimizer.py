@@ -287,6 +287,9 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
                 "trains this model by now, close the first one: engine.close()"
             )
         bucket.ready.add(p)
+        # Parameters may be elsewhere in this pass alone, as in SAM: owners look at them in step() then.
+        if self._driver.launched == 0 and (bucket.index > 0 or self.masters.are_left()):
+            return
         while self._has_caught_up() and (rest := self.buckets[self._driver.launched :]) and rest[0].is_complete:
             if len(rest) == 1 and any(q.requires_grad for q in self.buckets.frozen):
                 return  # the last vote includes frozen parameters; their gradients may still come
