@@ -97,8 +97,8 @@ class OnebitStrategy(DDPStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        # On the CPU "auto" means one device, however many ranks torchrun has started. Lightning's own environment, which
-        # starts the devices that are named, does not know the number yet and answers 1.
+        # On the CPU "auto" means one device, however many ranks torchrun has started. Lightning's own environment
+        # starts the devices that are named; it does not know their number yet, and answers 1.
         environment, devices = self.cluster_environment, self.parallel_devices or []
         if environment is not None and all(device.type == "cpu" for device in devices):
             ranks_here = environment.world_size() // self.num_nodes
