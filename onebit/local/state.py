@@ -111,7 +111,8 @@ def save(optimizer: Saved, inner: State) -> State:
                 "frames": None,
                 "server_error": bucket.ef.server,
                 "peak_lr": bucket.peak_lr,
-                "paces": [tuple(pace) for pace in bucket.paces],
+                "paces": [pace[:2] for pace in bucket.paces],
+                "still": [pace.still for pace in bucket.paces],
             }
             for bucket in optimizer.buckets
         ],
@@ -238,7 +239,9 @@ def _restore_bucket(bucket: LocalBucket, entries: Sequence[State], saved: State)
     bucket.ef.worker.copy_(bucket.hierarchy.rows(worker).reshape(-1))
     bucket.ef.server.copy_(saved["server_error"])
     bucket.peak_lr = saved.get("peak_lr", 0.0)  # older states have no correction, which alone needs it
-    bucket.paces = [Pace(*pace) for pace in saved.get("paces", ())]
+    paces = saved.get("paces", ())
+    still = saved.get("still", [0] * len(paces))
+    bucket.paces = [Pace(move, relative, n) for (move, relative), n in zip(paces, still, strict=True)]
     bucket.wire = bucket.at_send = bucket.sent_HB = bucket.said_WB = None
     bucket.return_to_anchor()
 
