@@ -596,6 +596,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             mine = StepVote(header.summary(), self.rule.present(self.buckets.params))
             decision = Decision(present_anywhere(cast_votes(self.transport, header, mine, self.buckets[0].device)))
             self._driver.meet()
+            self.rule.prepare_commit(decision)
             self._driver.commit(decision, self.rule.meet)
             self._write_masters(decision)
             self.rule.after_step()

@@ -205,7 +205,9 @@ class Rule(BucketRule[Bucket]):
         return MEETS_AGAIN
 
     def prepare_commit(self, decision: Decision) -> None:
-        """Exchange what else a step needs that is about to be committed. All ranks; nothing has been written.
+        """Bound what has arrived, and exchange what else a step needs that is about to be committed. All ranks.
+
+        No state has been written.
 
         Args:
             decision: The decision of all ranks.

@@ -235,6 +235,23 @@ def test_gradients_that_grow_a_thousandfold_move_nothing_a_thousand_times_as_far
         assert 1.0 < largest < 8.2
 
 
+@pytest.mark.slow
+def test_what_arrives_in_sync_is_bounded_as_in_a_step() -> None:
+    def ours(transport: SimTransport) -> tuple[int, float]:
+        p = nn.Parameter(torch.zeros(1024))
+        schedule = {"var_freeze_step": 20, "local_step_scaler": 1, "local_step_clipper": 8}
+        optimizer = onebit.ZeroOneAdam([p], lr=1e-3, transport=transport, **schedule)
+        for step in range(76):
+            p.grad = torch.full_like(p, 1e-3 if step < 69 else 1.0)
+            optimizer.step()
+        local_steps = optimizer.rule.since_sync
+        optimizer.sync()
+        return local_steps, float(optimizer.buckets[0].flat["exp_avg_update"].abs().max())
+
+    for local_steps, largest in run_ranks(2, ours):
+        assert local_steps == 7 and 1.0 < largest <= 8.0
+
+
 @pytest.mark.parametrize("name", FAMILY)
 def test_blocks_of_another_size(name: str) -> None:
     """All that travels is cut alike; a codec of gradients that is not is refused."""
