@@ -138,8 +138,9 @@ class ZeroOneRule(Rule):
     def prepare_commit(self, decision: Decision) -> None:
         if self._round == _SYNC:
             for g in range(len(self.buckets.groups)):
-                arrived = [bucket for bucket in self.buckets if bucket.group_index == g]
-                self.placement.bound_(arrived, LARGEST_MOVE * self._arriving_weight(g))
+                if (weight := self._arriving_weight(g)) > 0.0:  # else residuals alone arrive, which are no moves
+                    arrived = [bucket for bucket in self.buckets if bucket.group_index == g]
+                    self.placement.bound_(arrived, LARGEST_MOVE * weight)
 
     def why_members_stay(self) -> str:
         has_local_steps = self.synchronisations.longest > 1

@@ -252,6 +252,34 @@ def test_what_arrives_in_sync_is_bounded_as_in_a_step() -> None:
         assert local_steps == 7 and 1.0 < largest <= 8.0
 
 
+@pytest.mark.parametrize("longest", [1, 4])
+def test_a_group_that_does_not_learn_for_a_while_loses_no_residual(longest: int) -> None:
+    """What it has yet to send arrives all the same: parameters less the mean residual stay where they are."""
+
+    def ours(transport: SimTransport) -> tuple[Tensor, Tensor]:
+        params = [nn.Parameter(torch.zeros(256 * transport.world_size)) for _ in range(2)]
+        schedule = {"var_freeze_step": 5, "local_step_scaler": 1, "local_step_clipper": longest}
+        groups = [{"params": [p]} for p in params]
+        optimizer = onebit.ZeroOneAdam(groups, lr=1e-2, weight_decay=0.0, transport=transport, **schedule)
+        generator, found = torch.Generator().manual_seed(transport.rank), []
+        for step in range(24):
+            if step == 16:
+                optimizer.sync()
+                optimizer.param_groups[1]["lr"] = 0.0
+            if step in (16, 23):
+                ef = optimizer.buckets[1].ef
+                owed = ef.worker / transport.world_size
+                owed.view(transport.world_size, -1)[transport.rank] += ef.server
+                found.append(params[1].detach() / transport.world_size - owed)
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+        return found[0], found[1]
+
+    before, after = (sum(parts) for parts in zip(*run_ranks(2, ours), strict=True))
+    assert float((after - before).abs().max()) < 1e-7 < float(before.abs().max())
+
+
 @pytest.mark.parametrize("name", FAMILY)
 def test_blocks_of_another_size(name: str) -> None:
     """All that travels is cut alike; a codec of gradients that is not is refused."""
