@@ -14,6 +14,7 @@ from onebit.comm import Log4Codec, SimTransport, Work, run_ranks
 from onebit.reference.codecs import four_log_bits
 from onebit.reference.sharded import ShardedAdam as ShardedOracle
 from onebit.zero import ShardedOnebitAdam, ShardedOnebitLamb
+from onebit.zero.sharded import masters
 from onebit.zero.sharded.optimizer import WARMUP_STEPS, ShardedOnebitOptimizer
 
 STEPS = 12
@@ -418,6 +419,20 @@ def test_parameters_that_are_elsewhere_during_backward_alone_end_where_they_woul
 
     whole, freed = (run_ranks(2, lambda transport, stage=stage: work(transport, stage)) for stage in (1, 2))
     assert all(torch.equal(p, q) for a, b in zip(whole, freed, strict=True) for p, q in zip(a, b, strict=True))
+
+
+def test_parameters_are_compared_once_in_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bits in some steps: a pass over all of them, which took seconds for each of some hundred parameters."""
+    params, optimizer = new(SimTransport(), stage=2)
+    compared: list[int] = []
+    of_bits = masters.replicas.fingerprints
+    monkeypatch.setattr(masters.replicas, "fingerprints", lambda ps: compared.append(len(ps)) or of_bits(ps))
+    for step in range(3):
+        compared.clear()
+        sum(p.square().sum() for p in params).backward()
+        assert compared == [len(params)] * (step > 0)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_edits_of_parameters_behind_torchs_back_are_noticed(caplog: pytest.LogCaptureFixture) -> None:

@@ -287,12 +287,11 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
                 "trains this model by now, close the first one: engine.close()"
             )
         bucket.ready.add(p)
-        # Parameters may be elsewhere in this pass alone, as in SAM: owners look at them in step() then.
-        if self._driver.launched == 0 and (bucket.index > 0 or self.masters.are_left()):
-            return
         while self._has_caught_up() and (rest := self.buckets[self._driver.launched :]) and rest[0].is_complete:
             if len(rest) == 1 and any(q.requires_grad for q in self.buckets.frozen):
                 return  # the last vote includes frozen parameters; their gradients may still come
+            if self._driver.launched == 0 and (bucket.index > 0 or self.masters.are_left()):
+                return  # parameters may be elsewhere in this pass alone, as in SAM: owners look at them in step()
             self._launch(rest[0], self._launched_scale if self._driver.launched else self._unscale())
 
     def _has_caught_up(self) -> bool:
@@ -324,7 +323,8 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         Each bucket before it enters its next phase, until its frames have come down.
         """
         if self._driver.launched == 0:
-            self.masters.check()  # owners step on them during backward
+            if not self.masters.are_taken:
+                self.masters.take()  # owners step on them during backward
             self._begin()
             self._launched_scale = scale
         self._driver.launch(bucket, self._waited.timed(self._vote_alone(bucket, scale)))
