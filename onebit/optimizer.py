@@ -216,6 +216,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         """Read the group's masks and make its count of steps. Called by `Buckets`."""
         self._masks.append(read_masks(self.transport.rank, g, self.param_groups[g], self.buckets.named(g)))
         self.steps.append(torch.tensor(0.0, dtype=torch.float32, device="cpu"))
+        self.rule.begin_group()
 
     def read_masks(self) -> None:
         """Take over the groups' current "exp_avg_mask". Raises ValueError if one does not fit."""

@@ -53,6 +53,10 @@ class BucketRule(ABC, Generic[B]):
     def options(self) -> Mapping[str, object]:
         """The options that must be the same on all ranks, by name."""
 
+    def begin_group(self) -> None:
+        """Make what the rule keeps of each group. Called when one was added, before its buckets, if it has any."""
+        return
+
     def begin_step(self) -> None:
         """Decide the kind of the next step. Called once per step, before any other question about it."""
         return

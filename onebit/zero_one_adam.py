@@ -79,6 +79,12 @@ class ZeroOneRule(Rule):
 
     # ---------------------------------------------------------------- which kind of step
 
+    def begin_group(self) -> None:
+        self._unseen.append(0)
+        self._variance_total.append(0.0)
+        self._accumulated_weight.append(0.0)
+        self._kept_share.append(1.0)
+
     def begin_step(self) -> None:
         self._weights = [self._weight(g) for g in range(len(self.steps))]
         self._round, self._step_under_way = self._decide(), int(self.steps[0]) + 1
@@ -386,11 +392,6 @@ class ZeroOneRule(Rule):
         bucket.floor_J = None
         bucket.wires.clear()
         bucket.release_buffer()
-        groups = len(self.buckets.groups)  # a group may have no bucket here, as in a pipeline stage without norms
-        self._unseen += [0] * (groups - len(self._unseen))
-        self._variance_total += [0.0] * (groups - len(self._variance_total))
-        self._accumulated_weight += [0.0] * (groups - len(self._accumulated_weight))
-        self._kept_share += [1.0] * (groups - len(self._kept_share))
 
     def momentum(self, bucket: Bucket) -> Tensor:
         D = self._variance(bucket).denominator().view(-1)

@@ -197,6 +197,21 @@ def test_a_group_added_later_warms_up_for_as_long() -> None:
         assert phases == ["warmup"] * 2 + ["compressed"] * 5
 
 
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_frozen_group_added_later_changes_nothing(name: str) -> None:
+    def ours(transport: SimTransport, adds: bool) -> Tensor:
+        net, optimizer = fresh(transport, name)
+        train(transport, range(5), net, optimizer)
+        if adds:
+            frozen = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+            optimizer.add_param_group({**optimizer.param_groups[0], "params": [frozen]})
+        train(transport, range(5, 14), net, optimizer)
+        return flat(net)
+
+    without, added = (run_ranks(2, lambda transport, adds=adds: ours(transport, adds)) for adds in (False, True))
+    assert torch.equal(without[0], added[0])
+
+
 def test_a_group_added_later_does_not_change_what_a_dead_parameter_waits_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter without a gradient has the mean denominator of those it was frozen with, at a refresh too."""
     rule = DenseSteps("auto", warmup=6, refreshes=VarianceUpdates(2))

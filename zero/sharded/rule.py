@@ -64,10 +64,6 @@ class ShardedRule(BucketRule[ShardedBucket]):
     def round_name(self) -> str:
         return "step()"
 
-    def begin_group(self) -> None:
-        """Note that a group was added."""
-        return
-
     def numbers(self, bucket: ShardedBucket) -> StepNumbers:
         """Return the numbers of the bucket's group for the step under way."""
         return StepNumbers.of(bucket.group)
