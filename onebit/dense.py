@@ -102,12 +102,13 @@ class Bucket:
         return _wait(self.work)
 
     def finish(self, world_size: int) -> float:
-        """Wait, and write the means into the gradients that are not frozen now; return the milliseconds of waiting."""
+        """Wait, and write the means into the gradients that any rank has; return the milliseconds of waiting."""
         waited_ms = _wait(self.work)
         self.flat.div_(world_size)
         absent = self.absent or [False] * len(self.params)
         for parameter, view, is_absent in zip(self.params, self.views, absent, strict=True):
-            if not parameter.requires_grad or is_absent:
+            if is_absent:
+                parameter.grad = None  # if it was frozen since: torch's optimizers would step with this rank's own
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
@@ -163,11 +164,11 @@ class DenseAverager:
     3. It waits, and writes the means into the gradients. A gradient that no rank has stays None, so that no optimizer
        decays what nothing uses.
 
-    Parameters that are frozen at construction join with their first gradient on any rank; those frozen later are
-    skipped. Buckets and bytes as in `average_gradients`, and 4 bytes for each bucket and parameter. A bucket
-    that is sent twice costs twice: if there are several backward passes before one finish(), run all but the last in
-    `no_sync`. All ranks, same parameters in the same order, the same number of calls of finish(); backward passes may
-    differ.
+    Parameters that are frozen at construction join with their first gradient on any rank; those frozen later have none,
+    even if backward has made one. Buckets and bytes as in `average_gradients`, and 4 bytes for each bucket and
+    parameter. A bucket that is sent twice costs twice: if there are several backward passes before one finish(), run
+    all but the last in `no_sync`. All ranks, same parameters in the same order, the same number of calls of finish();
+    backward passes may differ.
 
     Args:
         parameters: Parameters to average.

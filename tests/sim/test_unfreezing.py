@@ -302,6 +302,23 @@ def test_the_dense_averager_takes_in_what_is_unfrozen_and_leaves_what_is_frozen(
             assert grad is None if value is None else torch.equal(grad, torch.full((5,), value))
 
 
+@pytest.mark.parametrize("on", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+def test_what_is_frozen_after_backward_has_no_gradient_in_the_dense_averager_either(on: tuple[int, ...]) -> None:
+    """torch's optimizers step with a frozen parameter's gradient, which was each rank's own."""
+
+    def ours(transport: SimTransport) -> tuple[Tensor | None, Tensor]:
+        head, body = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
+        averager = DenseAverager([head, body], transport)
+        ((head + body) * (1.0 + transport.rank)).sum().backward()
+        head.requires_grad_(transport.rank not in on)
+        averager.finish()
+        return head.grad, body.grad
+
+    for head, body in run_ranks(2, ours):
+        assert torch.equal(body, torch.full((5,), 1.5))
+        assert head is None if len(on) == 2 else torch.equal(head, torch.full((5,), 0.5))
+
+
 def test_the_dense_averager_refuses_resized_data() -> None:
     p = nn.Parameter(torch.ones(5))
     averager = DenseAverager([p], SimTransport())
