@@ -156,7 +156,7 @@ class Guard:
                 "which scales the loss and counts its micro-batch; call it in place of loss.backward(), or "
                 "engine.zero_grad() to drop what others have left"
             )
-        if self._sample is not None and not self._sample[1].is_still(self._sample[0]):
+        if self._sample is not None and self._sample[0].requires_grad and not self._sample[1].is_still(self._sample[0]):
             divides = engine.sharding.divides_parameters  # clip_grad_norm_ is right on DTensors of one replica
             others = engine.grid.transport.world_size if divides else engine.grid.shape.data_ranks
             if others > 1 and not engine.form.steps_apart:

@@ -145,10 +145,10 @@ class Overlap:
         if changed and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "rank %d: the gradient of %s changed after backward had sent it, by clipping, by a backward pass more "
-                "than in the step before, or because a backward pass was given up: all buckets are sent once more. For "
-                "clipping use max_grad_norm=..., for passes that are not the last of their step optimizer.no_sync(), "
-                "for GradScaler and anything else that edits gradients overlap=False",
+                "rank %d: the gradient of %s changed after backward had sent it, by clipping, by freezing, by a "
+                "backward pass more than in the step before, or because one was given up: all buckets are sent once "
+                "more. For clipping use max_grad_norm=..., for passes that are not the last of their step "
+                "optimizer.no_sync(), for GradScaler and anything else that edits gradients overlap=False",
                 self._rank,
                 changed[0],
             )

@@ -87,6 +87,20 @@ def _trained(config: dict, has_root: bool, grid: grids.Grid, kind: str) -> zero.
     return engine
 
 
+def frozen_after_backward(config: dict) -> list[float]:
+    """The parameters at the end of a run with a layer that has no gradient in step 2."""
+    grid = grids.start(shard=1, timeout_s=15)
+    engine = zero.initialize(model=Net(), config=config, grid=grid)[0]
+    generator = torch.Generator().manual_seed(grid.world.rank)
+    for step in range(4):
+        engine.backward(engine(torch.randn(BATCH, 8, generator=generator)).square().mean())
+        engine.module.first.requires_grad_(step != 2)
+        engine.step()
+        engine.module.requires_grad_(True)
+    grid.close()
+    return torch.cat([p.detach().flatten() for p in engine.module.parameters()]).tolist()
+
+
 def unlike_models(config: dict, shards: int) -> list[str]:
     """What a rank is told if the last rank has a layer less than the others; then it has as many."""
     grid, found = grids.start(shard=shards, timeout_s=15), []

@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from misuse_ranks import alone, config_of, empty_batches, half_saved, loaded_past_the_engine, unlike_models
+from misuse_ranks import (
+    alone,
+    config_of,
+    empty_batches,
+    frozen_after_backward,
+    half_saved,
+    loaded_past_the_engine,
+    unlike_models,
+)
 from ranks import run_torchrun
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -31,6 +39,13 @@ def test_a_loss_without_a_graph_counts_as_a_zero_gradient() -> None:
     ended = run_torchrun(2, empty_batches, FOUND_EMPTY, timeout_s=90)
     found = ended.check().results[0]
     assert found == [""] * len(FOUND_EMPTY), list(zip(FOUND_EMPTY, found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "AdamW"])
+def test_a_layer_that_is_frozen_after_backward_leaves_replicas_equal_and_is_no_edit(name: str) -> None:
+    ended = run_torchrun(2, frozen_after_backward, config_of(name, 0), timeout_s=50)
+    first, second = ended.check().results
+    assert first == second and "clip_grad_norm_" not in ended.output
 
 
 @pytest.mark.parametrize(("ranks", "name", "stage", "shards"), [(2, "OneBitAdam", 0, 1), (4, "AdamW", 3, 2)])
