@@ -272,9 +272,9 @@ def init(
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return _in_hierarchy(_on_existing_group(backend, timeout_s), levels, hops)
     launch = detect(os.environ) if launch is None else launch
+    if launch.launcher == _SINGLE and (tasks := os.environ.get("SLURM_NTASKS", "1")) != "1":
+        _log.warning("this process trains alone, in a Slurm job of %s tasks: start it with srun or torchrun", tasks)
     if backend is None and launch.launcher == _SINGLE:
-        if (tasks := os.environ.get("SLURM_NTASKS", "1")) != "1":
-            _log.warning("this process trains alone, in a Slurm job of %s tasks: start it with srun or torchrun", tasks)
         return _in_hierarchy(SimTransport(), levels, hops)
     transport = _start(launch, backend or _default_backend(launch), timeout_s)
     _tie_to_process(transport, launch)

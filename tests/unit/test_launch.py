@@ -213,12 +213,15 @@ def test_a_single_process_has_one_level(monkeypatch: pytest.MonkeyPatch) -> None
     refused(ValueError, "1 ranks cannot be 2 on each node", onebit.comm.init, levels=2)
 
 
+@pytest.mark.parametrize("backend", [None, "gloo"])
 def test_a_process_in_the_shell_of_a_job_is_told_that_it_is_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    backend: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """With a backend too, which engines name."""
     for tasks in ("1", "2"):
         monkeypatch.setattr(os, "environ", SALLOC | {"SLURM_NTASKS": tasks})
-        assert onebit.comm.init().world_size == 1
+        with contextlib.closing(onebit.comm.init(backend)) as transport:
+            assert transport.world_size == 1
     (said,) = caplog.messages
     assert said.startswith("this process trains alone, in a Slurm job of 2 tasks: start it with srun")
 
