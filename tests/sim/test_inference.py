@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from onebit.checkpoint.files import CheckpointError
 from onebit.comm import PeerError, SimTransport
 from onebit.comm.transports.simulated import run_ranks
 from onebit.zero import InferenceEngine, init_inference
+from onebit.zero.inference import engine as engines
 from onebit.zero.inference.config import read_inference_config
 from onebit.zero.inference.engine import outputs_of
 from onebit.zero.inference.packed import linear, quantize_rows
@@ -928,14 +930,22 @@ def test_a_compiled_step_decodes_the_same_and_is_compiled_once(dtype: str) -> No
 
 
 @pytest.mark.slow
-def test_more_models_are_compiled_than_torch_makes_variants_of_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **_: compiled(f, backend="eager", fullgraph=True))
+def test_each_kind_of_model_is_compiled_once_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes 8 variants of the same code, and with fullgraph refuses the next."""
+    compiled, graphs = torch.compile, []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compiled(f, backend=backend, fullgraph=True))
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    for layers in (1, 2):
-        model = build_model(replace(SIZE, layers=layers), seed=3)
+    monkeypatch.setattr(engines, "_compiled_forward", cache(engines._compiled_forward.__wrapped__))
+    for layers, seed in ((1, 3), (2, 3), (1, 4), (2, 4)):
+        model = build_model(replace(SIZE, layers=layers), seed=seed)
         plain, fast = init_inference(model), init_inference(model, kernel_inject=True)
         assert same(fast.generate(prompts(3), max_new_tokens=3), plain.generate(prompts(3), max_new_tokens=3))
+    assert len(graphs) == 2
 
 
 # ---------------------------------------------------------------- what is refused

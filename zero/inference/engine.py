@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -69,7 +70,7 @@ class InferenceEngine:
         self.before_first_call: Callable[[Sequence[Any], Mapping[str, Any]], None] | None = None
         if config.kernel_inject or config.enable_cuda_graph:
             mode = "reduce-overhead" if config.enable_cuda_graph else None
-            self._decode = compiled_apart(self._forward, fullgraph=True, mode=mode)
+            self._decode = partial(_compiled_forward(str(self.module), mode), self)
 
     @torch.no_grad()
     def __call__(self, *inputs: object, **named: object) -> Any:
@@ -448,3 +449,14 @@ def outputs_of(out: object) -> Tensor:
         if isinstance(found := getattr(out, name, None), Tensor):
             return found
     raise TypeError(f"expected a tensor, or logits or last_hidden_state in it, got {type(out).__name__}")
+
+
+@cache
+def _compiled_forward(kind: str, mode: str | None) -> Callable[..., Tensor]:
+    """A compiled `InferenceEngine._forward` that engines of one kind of model share.
+
+    Args:
+        kind: The module as text. If it does not tell two models apart, these are variants of the same code.
+        mode: As for torch.compile.
+    """
+    return compiled_apart(InferenceEngine._forward, fullgraph=True, mode=mode)
