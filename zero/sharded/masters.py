@@ -38,6 +38,7 @@ class TakenMasters:
         for bucket in self._buckets:
             self.take_of(bucket)
         self.restored()
+        self._versions, self._bits = [p._version for p in self._buckets.params], None
 
     def take_of(self, bucket: ShardedBucket) -> None:
         """Masters of one bucket ← its parameters as they are now."""
