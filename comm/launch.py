@@ -335,7 +335,7 @@ def _start(launch: Launch, backend: str, timeout_s: float) -> MpiTransport | Tor
     try:
         return _on_mpi(launch, timeout_s) if backend == "mpi" else _on_new_group(launch, backend, timeout_s)
     except PeerError:
-        if launch.is_mpi:
+        if launch.is_mpi or backend == "mpi":  # srun starts MPI's ranks, too
             from .transports.mpi import abort
 
             atexit.register(abort)  # MPI_Finalize would wait for those that have not come

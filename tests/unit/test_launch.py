@@ -18,7 +18,9 @@ from errors import refused
 from ranks import Ended, run_mpi, run_torchrun
 
 import onebit.comm
+from onebit.comm import PeerError, launch
 from onebit.comm.launch import Launch, describe, detect, first_host
+from onebit.comm.transports import mpi
 from onebit.comm.transports.edge import DIAGNOSIS_S
 from onebit.comm.transports.mpi import import_mpi
 
@@ -224,6 +226,20 @@ def test_a_process_in_the_shell_of_a_job_is_told_that_it_is_alone(
             assert transport.world_size == 1
     (said,) = caplog.messages
     assert said.startswith("this process trains alone, in a Slurm job of 2 tasks: start it with srun")
+
+
+@pytest.mark.parametrize("started", [BY_SRUN, Launch("MPICH or Intel MPI", 3, 4, 1, 2)], ids=lambda by: by.launcher)
+def test_a_rank_that_waits_for_others_in_vain_over_mpi_ends_the_job(
+    started: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_vain(*_: object) -> None:
+        raise PeerError("rank 2 has not come")
+
+    at_exit: list[object] = []
+    monkeypatch.setattr(launch, "_on_mpi", in_vain)
+    monkeypatch.setattr(launch.atexit, "register", at_exit.append)
+    refused(PeerError, "rank 2 has not come", launch._start, started, "mpi", 1.0)
+    assert at_exit == [mpi.abort]
 
 
 IN_TWO_LEVELS = "transport torch.distributed (gloo), two levels: 2 nodes of 2 ranks"
