@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from contextlib import suppress
 
 
 def may_open(needed: int) -> int:
@@ -14,6 +15,7 @@ def may_open(needed: int) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
+        with suppress(OSError, ValueError):  # the kernel's own limit may be lower
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
     return needed if soft == resource.RLIM_INFINITY else soft
