@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from train.model import ModelSize
 
-from study.tasks import Batch, BidirectionalBlock, Task, generator_of, initialised, mean_loss, read_digits
+from study.tasks import Batch, BidirectionalBlock, generator_of, initialised, mean_loss, read_digits
 
 SIDE, PATCH, NOISE = 16, 2, 0.5
 
 
-class Denoise(Task):
+class Denoise:
     """Pictures of four handwritten digits, 16×16, from the same with noise of deviation .5. 0.11 M parameters.
 
     The digits are scikit-learn's, 1200 to train on and 597 to test. A batch is the noisy pictures and the clean ones,
@@ -68,9 +68,4 @@ def _pictures(digits_N88: Tensor, size: int, generator: torch.Generator) -> Batc
     drawn = digits_N88[torch.randint(len(digits_N88), (size, 2, 2), generator=generator)]
     clean = drawn.permute(0, 1, 3, 2, 4).reshape(size, SIDE, SIDE)
     noisy = clean + NOISE * torch.randn(clean.shape, generator=generator)
-    return _patches(noisy), _patches(clean)
-
-
-def _patches(pictures: Tensor) -> Tensor:
-    """Float32 [B, 16, 16] as [B, 64, 4]."""
-    return pictures.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).flatten(3).flatten(1, 2)
+    return tuple(x.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).flatten(3).flatten(1, 2) for x in (noisy, clean))

@@ -20,7 +20,7 @@ from onebit.zero.inference.cache import CacheView, StaticCache
 
 KINDS = (*OTHERS, "gpt neo")
 KINDS_OF_KEYS = ("gpt2", "llama", "mistral", "gemma3", "gpt neo")
-"""With positions in a table, as angles, in windows, in windows of some layers, and behind a mask: what rows keep."""
+"""With positions in a table, as angles, in windows, in windows of some layers, and under a mask: what rows keep."""
 
 
 def answers(batch: ContinuousBatch, requests: list[Request], most_steps: int = 2000) -> list[Tensor]:

@@ -268,9 +268,9 @@ def test_a_group_that_does_not_learn_for_a_while_loses_no_residual(longest: int)
                 optimizer.param_groups[1]["lr"] = 0.0
             if step in (16, 23):
                 ef = optimizer.buckets[1].ef
-                owed = ef.worker / transport.world_size
-                owed.view(transport.world_size, -1)[transport.rank] += ef.server
-                found.append(params[1].detach() / transport.world_size - owed)
+                residual = ef.worker / transport.world_size
+                residual.view(transport.world_size, -1)[transport.rank] += ef.server
+                found.append(params[1].detach() / transport.world_size - residual)
             for p in params:
                 p.grad = torch.randn(p.shape, generator=generator)
             optimizer.step()

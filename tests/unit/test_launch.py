@@ -224,8 +224,8 @@ def test_a_process_in_the_shell_of_a_job_is_told_that_it_is_alone(
         monkeypatch.setattr(os, "environ", SALLOC | {"SLURM_NTASKS": tasks})
         with contextlib.closing(onebit.comm.init(backend)) as transport:
             assert transport.world_size == 1
-    (said,) = caplog.messages
-    assert said.startswith("this process trains alone, in a Slurm job of 2 tasks: start it with srun")
+    (message,) = caplog.messages
+    assert message.startswith("this process trains alone, in a Slurm job of 2 tasks: start it with srun")
 
 
 @pytest.mark.parametrize("started", [BY_SRUN, Launch("MPICH or Intel MPI", 3, 4, 1, 2)], ids=lambda by: by.launcher)
