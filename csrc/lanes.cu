@@ -1,5 +1,5 @@
 // The frames in CUDA: the same bytes and the same floats as comm/kernels/reference.py, which specifies both. Here is what
-// all kernels share; sign.cu and steps.cu have those of sign frames, and of int8 and int4.
+// all kernels share; sign.cu and codes.cu have those of sign frames, and of int8, int4 and log4.
 //
 // Compiled as one text at run time by comm/kernels/cupy.py, once for each block size (ONEBIT_BLOCK), and in the tests by
 // nvcc for GPUs that are not there and by a C++ compiler that emulates warps (tests/support/emulated_cuda.cpp). Nothing

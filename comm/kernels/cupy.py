@@ -29,16 +29,16 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import INT4, INT8, SIGN, Edge, Frame, check_scale
+from .arguments import INT4, INT8, LOG4, SIGN, Edge, Frame, check_scale
 from .gpu_tables import Table, address, current_stream, kind, readable, write_back
 from .operands import EncodeOutput, GradientSum, LocalStep, MasterStep, MomentumInputs, OwnerStep, ParamUpdate
 
 NAME = "cupy"
 SERVES = "cuda"
-FRAMES = dict.fromkeys(("sign", "int8", "int4"), ".cupy")
+FRAMES = dict.fromkeys(("sign", "int8", "int4", "log4"), ".cupy")
 
 EDGE = Edge("cuda", frame_alignment=8)
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("lanes.cu", "sign.cu", "steps.cu"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("lanes.cu", "sign.cu", "codes.cu"))
 
 # No contraction; division and square root to nearest, subnormals kept: the floats of reference.py to the last bit.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
@@ -397,9 +397,11 @@ def _decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int) 
     )
 
 
-int8_encode, int4_encode = (functools.partial(_encode, frame) for frame in (INT8, INT4))
-int8_decode, int4_decode = (functools.partial(_decode, frame) for frame in (INT8, INT4))
-int8_decode_mean, int4_decode_mean = (functools.partial(_decode_mean, frame) for frame in (INT8, INT4))
+int8_encode, int4_encode, log4_encode = (functools.partial(_encode, frame) for frame in (INT8, INT4, LOG4))
+int8_decode, int4_decode, log4_decode = (functools.partial(_decode, frame) for frame in (INT8, INT4, LOG4))
+int8_decode_mean, int4_decode_mean, log4_decode_mean = (
+    functools.partial(_decode_mean, frame) for frame in (INT8, INT4, LOG4)
+)
 int4_apply = functools.partial(_apply, INT4)
 
 

@@ -77,7 +77,7 @@ uint32_t __ballot_sync(uint32_t, bool vote) {
 #define __launch_bounds__(threads)
 #include "../../csrc/lanes.cu"
 #include "../../csrc/sign.cu"
-#include "../../csrc/steps.cu"
+#include "../../csrc/codes.cu"
 
 namespace {
 
@@ -186,3 +186,6 @@ EMULATE(int8_decode_mean)
 EMULATE(int4_encode)
 EMULATE(int4_decode)
 EMULATE(int4_decode_mean)
+EMULATE(log4_encode)
+EMULATE(log4_decode)
+EMULATE(log4_decode_mean)

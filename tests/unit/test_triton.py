@@ -221,6 +221,10 @@ COMPILED: dict[str, tuple[Callable[[int], None], int]] = {
     "int4_encode, large blocks": (partial(encode_steps, frame="int4"), 2048),
     "int4_decode": (partial(decode, frame="int4", weight=0.1, keep=0.9), 256),
     "int4_decode_mean": (partial(decode_mean, frame="int4"), 256),
+    "log4_encode": (partial(encode_steps, frame="log4"), 256),
+    "log4_encode, large blocks": (partial(encode_steps, frame="log4"), 2048),
+    "log4_decode": (partial(decode, frame="log4", weight=0.1, keep=0.9), 256),
+    "log4_decode_mean": (partial(decode_mean, frame="log4"), 256),
 }
 
 

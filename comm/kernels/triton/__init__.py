@@ -12,7 +12,7 @@ from ... import torch_versions
 
 NAME = "triton"
 SERVES = "cuda"
-FRAMES = dict.fromkeys(("sign", "int8", "int4"), ".triton.backend")
+FRAMES = dict.fromkeys(("sign", "int8", "int4", "log4"), ".triton.backend")
 
 
 @functools.cache

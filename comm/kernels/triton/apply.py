@@ -73,7 +73,7 @@ def apply_units(
     inside = g < K * units_per_row
     k = (g // units_per_row).to(tl.int64)
     units = units_of(frames, k, (g % units_per_row).to(tl.int64), units_per_row, BLOCK, BITS)
-    values = values_at(units.codes_at, units.scale_at, inside, BITS)
+    values = values_at(units.codes_at, units.scale_at, inside, BITS, False)
 
     UNITS_OF_BLOCK: tl.constexpr = BLOCK // UNIT
     pieces = pieces_of(tensors, g // UNITS_OF_BLOCK, g % UNITS_OF_BLOCK * UNIT, inside, S, BLOCK)

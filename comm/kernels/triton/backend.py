@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import functools
 
-from ..arguments import INT4, INT8, SIGN
+from ..arguments import INT4, INT8, LOG4, SIGN
 from . import decode as triton_decode
 from .apply import apply, int4_apply
 from .clip import correct_residual
-from .encode import encode, int4_encode, int4_step_masters, int8_encode, step_masters
+from .encode import encode, int4_encode, int4_step_masters, int8_encode, log4_encode, step_masters
 from .gradients import encode_gradients
 from .local import local_step
 from .mean import encode_mean
@@ -43,6 +43,9 @@ __all__ = [
     "int8_decode_mean",
     "int8_encode",
     "local_step",
+    "log4_decode",
+    "log4_decode_mean",
+    "log4_encode",
     "momentum_sums",
     "owner_step",
     "step_masters",
@@ -54,3 +57,5 @@ int8_decode = functools.partial(triton_decode.decode, INT8)
 int8_decode_mean = functools.partial(triton_decode.decode_mean, INT8)
 int4_decode = functools.partial(triton_decode.decode, INT4)
 int4_decode_mean = functools.partial(triton_decode.decode_mean, INT4)
+log4_decode = functools.partial(triton_decode.decode, LOG4)
+log4_decode_mean = functools.partial(triton_decode.decode_mean, LOG4)

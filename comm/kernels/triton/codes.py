@@ -1,6 +1,7 @@
-"""Kernels: the only parts in which the encodings of sign, int8 and int4 frames differ, in Triton.
+"""Kernels: the only parts in which the encodings of sign, int8, int4 and log4 frames differ, in Triton.
 
-SCALE, everywhere: "rms" or "mean_abs", of a sign frame, or "largest". BITS: of an element's code, 1, 8 or 4.
+SCALE, everywhere: "rms" or "mean_abs", of a sign frame, "largest", or "octaves" of log4. BITS: of an element's code,
+1, 8 or 4.
 Rests on `lanes.py`; `encode.py` calls it.
 
 Shape legend: in the kernel, P blocks of a program.
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .lanes import from_bfloat16, nearest_bfloat16, sum_in_halves
+from .lanes import from_bfloat16, nearest_bfloat16, octaves, sum_in_halves
 
 
 class Blocks(NamedTuple):
@@ -50,19 +51,24 @@ class Outputs(NamedTuple):
 @triton.jit
 def nothing_measured(P: tl.constexpr, SCALE: tl.constexpr) -> tl.tensor:
     """`measured` of no rows."""
-    return tl.zeros([P, 16], tl.int32 if SCALE == "largest" else tl.float32)
+    return tl.zeros([P, 16], tl.int32 if SCALE == "largest" or SCALE == "octaves" else tl.float32)
 
 
 @triton.jit
 def measured(acc: tl.tensor, rows: tl.tuple, ROWS: tl.constexpr, SCALE: tl.constexpr) -> tl.tensor:
     """The measure from which scales are computed, in 16 lanes [P, 16]: sums of squares or of sizes, in row order.
 
-    For "largest" the bits of the largest size: an infinity is above every number, and a NaN above both.
+    For "largest" the bits of the largest size: an infinity is above every number, and a NaN above both. For "octaves"
+    the same, with the sign bit set once a zero was among them.
     """
     for q in tl.static_range(ROWS):
         c = rows[q]
         if SCALE == "largest":
             acc = tl.maximum(acc, c.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        elif SCALE == "octaves":
+            size = c.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            seen_zero = (acc & -2147483648) | tl.where(size == 0, -2147483648, 0)
+            acc = tl.maximum(acc & 0x7FFFFFFF, size) | seen_zero
         else:
             acc += tl.abs(c) if SCALE == "mean_abs" else c * c
     return acc
@@ -73,7 +79,11 @@ def scale_of(
     acc: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr, P: tl.constexpr, SCALE: tl.constexpr, BITS: tl.constexpr
 ) -> tl.tensor:
     """The bits of bfloat16 scales, int32 [P], from the measure; 0x7FC0 for blocks that travel as NaN."""
-    return _step_of(acc, P, BITS) if SCALE == "largest" else _sign_scale(acc, count, BLOCK, P, SCALE)
+    if SCALE == "octaves":
+        scale = _octave_scale(acc)
+    else:
+        scale = _step_of(acc, P, BITS) if SCALE == "largest" else _sign_scale(acc, count, BLOCK, P, SCALE)
+    return scale
 
 
 @triton.jit
@@ -100,6 +110,15 @@ def _step_of(largest: tl.tensor, P: tl.constexpr, BITS: tl.constexpr) -> tl.tens
 
 
 @triton.jit
+def _octave_scale(acc: tl.tensor) -> tl.tensor:
+    """The largest size, rounded up to bfloat16; negative if the block contains a zero and something else."""
+    largest = tl.max(acc & 0x7FFFFFFF, axis=1)
+    has_zero = (tl.min(acc, axis=1) < 0) & (largest > 0)
+    not_below = (largest + 0xFFFF) >> 16
+    return tl.where(largest > 0x7F7F0000, 0x7FC0, not_below | tl.where(has_zero, 0x8000, 0))
+
+
+@triton.jit
 def leave_rows(
     rows: tl.tuple,
     out: Outputs,
@@ -107,13 +126,16 @@ def leave_rows(
     at: tl.tensor,
     scale: tl.tensor,
     P: tl.constexpr,
+    SCALE: tl.constexpr,
     BITS: tl.constexpr,
 ) -> None:
     """codes ← those of rows of c [P, 16], from element `at` on; residual ← c less the decoded values.
 
-    Four rows are a word of 64 sign bits; one row is 16 bytes of int8, or 8 of int4.
+    Four rows are a word of 64 sign bits; one row is 16 bytes of int8, or 8 of int4 and log4.
     """
-    if BITS > 1:
+    if SCALE == "octaves":
+        _leave_octaves(rows[0], out, blocks, at, scale, P)
+    elif BITS > 1:
         _leave_steps(rows[0], out, blocks, at, scale, P, BITS)
     else:
         word = tl.zeros([P], tl.int64)
@@ -161,10 +183,35 @@ def _leave_steps(
     # Floats of 1.5·2^23 are a step of 1 apart: adding it rounds. A negative zero loses its sign there: put it back.
     near = ((ratio + 12582912.0) - 12582912.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     q = (near | (ratio.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
-    code = q.to(tl.int32)
+    _store_codes(q.to(tl.int32), out, blocks, at, P, BITS)
+    tl.store(out.residual_at + at, c - q * steps, mask=blocks.mask)
+
+
+@triton.jit
+def _leave_octaves(
+    c: tl.tensor, out: Outputs, blocks: Blocks, at: tl.tensor, scale: tl.tensor, P: tl.constexpr
+) -> None:
+    """codes ← k and the sign; residual ← c - (±2^-k·scale)."""
+    bad, has_zero, s = scale == 0x7FC0, (scale & 0x8000) != 0, from_bfloat16(scale & 0x7FFF)
+    up = tl.where(s < 2.0**-60, 2.0**64, 1.0)  # exact; no threshold is subnormal
+    c = tl.where(bad[:, None], 0.0, c)
+    bits = (c * up[:, None] + 0.0).to(tl.int32, bitcast=True)  # -0.0 is no negative number
+    size = bits & 0x7FFFFFFF
+    k = (((s * up * 0.75).to(tl.int32, bitcast=True) + 0x7FFFFF)[:, None] - size) >> 23
+    k = tl.minimum(tl.maximum(k, 0), tl.where(has_zero, 6, 7)[:, None])
+    k = tl.where((size == 0) & has_zero[:, None], 7, k)
+    code = tl.where((bad | (scale == 0))[:, None], 0, k | ((bits >> 28) & 8))
+    _store_codes(code, out, blocks, at, P, 4)
+    tl.store(out.residual_at + at, tl.where(bad[:, None], 0.0, c - octaves(code, scale)), mask=blocks.mask)
+
+
+@triton.jit
+def _store_codes(
+    code: tl.tensor, out: Outputs, blocks: Blocks, at: tl.tensor, P: tl.constexpr, BITS: tl.constexpr
+) -> None:
+    """Codes [P, 16] of whole numbers: a byte each, or two in a byte, the even element in its low half."""
     if BITS == 4:
         low, high = tl.split(tl.reshape(code, (P, 8, 2)))
         code = (low & 0xF) | (high << 4)
     byte = tl.arange(0, 2 * BITS)[None, :]
     tl.store(out.codes_at + at * BITS // 8, code.to(tl.int8), mask=blocks.inside[:, None] & (byte < 2 * BITS))
-    tl.store(out.residual_at + at, c - q * steps, mask=blocks.mask)

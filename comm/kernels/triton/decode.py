@@ -1,10 +1,10 @@
 """Kernels: decoding in Triton. The frames differ only in how a code becomes a value.
 
-BITS, everywhere: of an element's code, 1, 8 or 4. Rests on `lanes.py`; `backend.py` offers these functions for every
-frame.
+BITS, everywhere: of an element's code, 1, 8 or 4. OCTAVES: whether a code is one of log4. Rests on `lanes.py`;
+`backend.py` offers these functions for every frame.
 
 Shape legend: K rows, N elements, J blocks, B bytes. In the kernels: U units per program, words of 64 sign bits, or 16
-elements of int8 or int4.
+elements of int8, int4 or log4.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import Frame
-from .lanes import EDGE, OPTIONS, Frames, Rows, frames_of, from_bfloat16, launching_on, rows_of
+from ..arguments import LOG4, Frame
+from .lanes import EDGE, OPTIONS, Frames, Rows, frames_of, from_bfloat16, launching_on, octaves, rows_of
 
-UNITS = {"sign": 16, "int8": 64, "int4": 64}
+UNITS = {"sign": 16, "int8": 64, "int4": 64, "log4": 64}
 """U."""
 
-ELEMENTS = {"sign": 64, "int8": 16, "int4": 16}
+ELEMENTS = {"sign": 64, "int8": 16, "int4": 16, "log4": 16}
 """Of a unit."""
 
 
@@ -48,6 +48,7 @@ def decode(frame: Frame, frames_KB: Tensor, out_KN: Tensor, *, block: int, weigh
             BLOCK=block,
             U=U,
             BITS=frame.element_bits,
+            OCTAVES=frame == LOG4,
             WEIGHTED=weight != 1.0,
             READS_OUT=keep != 0.0,
             **OPTIONS,
@@ -70,6 +71,7 @@ def decode_mean(frame: Frame, frames_KB: Tensor, out_N: Tensor, *, block: int) -
             BLOCK=block,
             U=U,
             BITS=frame.element_bits,
+            OCTAVES=frame == LOG4,
             **OPTIONS,
         )
 
@@ -96,7 +98,9 @@ def units_of(
 
 
 @triton.jit
-def values_at(codes_at: tl.tensor, scale_at: tl.tensor, inside: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+def values_at(
+    codes_at: tl.tensor, scale_at: tl.tensor, inside: tl.tensor, BITS: tl.constexpr, OCTAVES: tl.constexpr
+) -> tl.tensor:
     """The values [U, 64] of words of sign bits, or [U, 16] of bytes, each times the scale of its block."""
     scale = tl.load(scale_at, mask=inside, other=0)
     if BITS == 1:
@@ -109,7 +113,7 @@ def values_at(codes_at: tl.tensor, scale_at: tl.tensor, inside: tl.tensor, BITS:
         if BITS == 4:
             wide = code.to(tl.int32)
             code = tl.interleave(wide << 28 >> 28, wide >> 4)
-        values = code.to(tl.float32) * from_bfloat16(scale)[:, None]
+        values = octaves(code, scale.to(tl.int32)) if OCTAVES else code.to(tl.float32) * from_bfloat16(scale)[:, None]
     return values
 
 
@@ -123,6 +127,7 @@ def decode_units(
     BLOCK: tl.constexpr,
     U: tl.constexpr,
     BITS: tl.constexpr,
+    OCTAVES: tl.constexpr,
     WEIGHTED: tl.constexpr,
     READS_OUT: tl.constexpr,
 ) -> None:
@@ -133,7 +138,7 @@ def decode_units(
     k = (g // units_per_row).to(tl.int64)
     u = (g % units_per_row).to(tl.int64)
     units = units_of(frames, k, u, units_per_row, BLOCK, BITS)
-    values = values_at(units.codes_at, units.scale_at, inside, BITS)
+    values = values_at(units.codes_at, units.scale_at, inside, BITS, OCTAVES)
     if WEIGHTED:
         values = values * weights.weight
     element = tl.arange(0, UNIT)[None, :]
@@ -154,6 +159,7 @@ def decode_mean_units(
     BLOCK: tl.constexpr,
     U: tl.constexpr,
     BITS: tl.constexpr,
+    OCTAVES: tl.constexpr,
 ) -> None:
     """A program of U units, with their sum over the K rows in registers."""
     UNIT: tl.constexpr = 64 if BITS == 1 else 16
@@ -161,10 +167,10 @@ def decode_mean_units(
     inside = u < units_per_row
     units = units_of(frames, 0, u, units_per_row, BLOCK, BITS)
     codes_at, scale_at = units.codes_at, units.scale_at
-    total = values_at(codes_at, scale_at, inside, BITS)
+    total = values_at(codes_at, scale_at, inside, BITS, OCTAVES)
     for _ in range(1, K):
         codes_at += frames.codes_stride
         scale_at += frames.halves_stride
-        total += values_at(codes_at, scale_at, inside, BITS)
+        total += values_at(codes_at, scale_at, inside, BITS, OCTAVES)
     element = tl.arange(0, UNIT)[None, :]
     tl.store(out + (u * UNIT)[:, None] + element, total * share, mask=inside[:, None] & (element < UNIT))

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from ..arguments import INT4, INT8, SIGN, Frame, check_scale
+from ..arguments import INT4, INT8, LOG4, SIGN, Frame, check_scale
 from ..operands import EncodeOutput, MasterStep
 from .codes import Blocks, Outputs, leave_rows, measured, nothing_measured, scale_of
 from .lanes import EDGE, OPTIONS, Frames, Rows, frames_of, from_bfloat16, launching_on, rows_of
@@ -76,6 +76,13 @@ def int4_encode(
     _encode_floats(INT4, EncodeOutput(error_KN, frames_KB, counts_KJ, x_KN), block=block, scale="largest")
 
 
+def log4_encode(
+    x_KN: Tensor, error_KN: Tensor | None, frames_KB: Tensor, counts_KJ: Tensor | None, *, block: int
+) -> None:
+    """`encode` for log4 frames."""
+    _encode_floats(LOG4, EncodeOutput(error_KN, frames_KB, counts_KJ, x_KN), block=block, scale="octaves")
+
+
 def step_masters(step: MasterStep, *, block: int, scale: str) -> None:
     """Masters ← those after the step, by torch's operations; frame ← frame of what their replicas lack (rule 13)."""
     lacking_1N = reference.step_masters_(step)
@@ -107,7 +114,7 @@ def launch_encode(
     is_left: bool = True,
     returned: float | None = None,
 ) -> None:
-    """Launch the kernel over all blocks. Arguments have been checked. scale: "rms", "mean_abs" or "largest".
+    """Launch the kernel over all blocks. Arguments have been checked. scale: "rms", "mean_abs", "largest" or "octaves".
 
     inputs: number of tensors or frames that c is computed from. is_left: whether the residual is written. returned: see
     rule 10.
@@ -193,11 +200,11 @@ def encode_blocks(
     # 3. Codes and residuals
     if KEEP:
         for g in tl.static_range(BLOCK // STEP):
-            leave_rows(kept[g], out, blocks, STEP * g, scale, P, BITS)
+            leave_rows(kept[g], out, blocks, STEP * g, scale, P, SCALE, BITS)
     else:
         for g in range(BLOCK // STEP):
             rows = _rows_of_c(source, places, out, blocks, STEP * g, ROWS, BLOCK)
-            leave_rows(rows, out, blocks, STEP * g, scale, P, BITS)
+            leave_rows(rows, out, blocks, STEP * g, scale, P, SCALE, BITS)
 
     # 4. The zeros after the last scale of a row, less than 16 bytes
     tail = J * (SCALES + 1) + tl.arange(0, 8)[None, :]

@@ -93,6 +93,15 @@ def from_bfloat16(bits: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def octaves(code: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Values [P, 16] of codes of log4, int32 [P, 16], and the bits of their blocks' scales, int32 [P]."""
+    k = code & 7
+    power = ((127 - k) << 23) | ((code & 8) << 28)
+    is_zero = (k == 7) & ((scale & 0x8000) != 0)[:, None]
+    return tl.where(is_zero, 0, power).to(tl.float32, bitcast=True) * from_bfloat16(scale & 0x7FFF)[:, None]
+
+
+@triton.jit
 def signed_row(word: tl.tensor, scale: tl.tensor, lane: tl.tensor, q: tl.constexpr) -> tl.tensor:
     """Values [P, 16] of the sign bits 16·q .. 16·q + 15 of words, int64 [P], and the bits of scales, int16 [P]."""
     half = (word >> (32 * (q // 2))).to(tl.int32)

@@ -1,0 +1,1 @@
+../../csrc/codes.cu
