@@ -61,9 +61,6 @@ class Stepping(Protocol):
     def inner(self) -> torch.optim.Optimizer:
         """The optimizer that takes the local steps."""
 
-    def adopt_parameters(self) -> None:
-        """Make the current parameters the anchors."""
-
 
 def leave(optimizer: Stepping) -> State:
     """This rank's residuals, and what the round under way would make of them."""
@@ -104,7 +101,7 @@ def enter(optimizer: Stepping, own: State) -> None:
     for bucket, residuals in zip(optimizer.buckets, own["residuals"], strict=True):
         _relay(optimizer, bucket, own, residuals["now"])
     if optimizer.steps == 0:  # founders: their parameters have just become equal
-        optimizer.adopt_parameters()
+        optimizer.replica.adopt_parameters()
 
 
 def take_over(optimizer: Stepping, theirs: State, own: State | None) -> None:

@@ -105,8 +105,19 @@ class Replica:
 
     # ---------------------------------------------------------------- anchors
 
+    def check_parameters(self) -> None:
+        """Compare the parameters' bits. All ranks; raises ReplicaError on all if they differ."""
+        self.settle()
+        values = [pair for bucket in self.buckets for pair in zip(bucket.names, bucket.local_values, strict=True)]
+        if ranks := replicas.differing(self._transport, [value for _, value in values]):
+            name = values[min(min(indices) for indices in ranks.values())][0]
+            raise replicas.ReplicaError(
+                f"rank {self._transport.rank}: parameters that become the anchors must be the same on all ranks, and "
+                f"rank {sorted(ranks)} holds another {name} than rank 0: call sync() first, or write the same to all"
+            )
+
     def adopt_parameters(self) -> None:
-        """See `LocalSteps.adopt_parameters`."""
+        """Make the current parameters the anchors, and reset all residuals."""
         self.settle()
         for bucket in self.buckets:
             bucket.anchor.copy_(bucket.flatten())

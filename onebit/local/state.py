@@ -228,7 +228,7 @@ def _inner_part(state: State) -> State:
 def _begin_here(optimizer: Saved) -> None:
     """Begin with residuals of zero and the parameters as anchors: the state was the inner optimizer's alone."""
     make_equal(optimizer.transport, [local(p) for p in optimizer.buckets.params if local(p).numel() > 0])
-    optimizer.adopt_parameters()
+    optimizer.replica.adopt_parameters()
 
 
 def _restore_bucket(bucket: LocalBucket, entries: Sequence[State], saved: State) -> None:

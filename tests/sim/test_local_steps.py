@@ -147,6 +147,27 @@ def test_a_drifting_anchor_is_found() -> None:
     run_ranks(2, ours)
 
 
+def test_parameters_that_become_the_anchors_are_the_same_on_all_ranks() -> None:
+    """Between rounds they differ. Values from elsewhere are taken, and a round that is under way would add to them."""
+
+    def ours(transport: SimTransport) -> np.ndarray:
+        run = Run(transport, every=4, delay=1).train(range(2))
+        refused(ReplicaError, r"call sync\(\) first", run.optimizer.adopt_parameters)
+        run.train(range(2, 4))
+        refused(RuntimeError, "a round is under way", run.optimizer.adopt_parameters)
+        run.optimizer.sync()
+        with torch.no_grad():
+            for p in run.params:
+                p.fill_(1.0)
+        run.optimizer.adopt_parameters()
+        np.testing.assert_array_equal(run.theta, np.ones_like(run.theta))
+        run.train(range(4, 8)).optimizer.sync()
+        return run.theta
+
+    first, other = run_ranks(2, ours)
+    np.testing.assert_array_equal(first, other)
+
+
 def test_the_bytes_are_those_of_one_bit_rounds() -> None:
     """2.125/H·(n-1)/n bits per parameter and step, within 2 %: scales, the vote and padding."""
 
