@@ -4,7 +4,7 @@ Seconds and bytes are measured on four emulated hosts where this machine can (`o
 meet on loopback, and the table says so. All steps of AdamW cost the same there, so it takes a few of them. Losses need
 no network: they are of simulated ranks (`study/run.py`), for several seeds and with two values of β2, since a few
 hundred steps tell no smaller difference than AdamW's own seeds have, and a baseline deserves its better β2.
-Everything it shows lies in runs/demo afterwards.
+Everything it shows is in runs/demo afterwards.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def noise(losses: dict[str, list[float]]) -> str:
     if len(losses["adamw"]) == 1:
         return "One seed: nothing tells how much of a difference is noise (--seeds 2)."
     spread = max(max(v) / min(v) - 1 for method, v in losses.items() if method.startswith("adamw"))
-    return f"AdamW's own seeds lie {100 * spread:.1f} % apart: a smaller difference says nothing."
+    return f"AdamW's own seeds differ by {100 * spread:.1f} %: a smaller difference means nothing."
 
 
 def markdown(outcome: Outcome) -> str:
