@@ -271,7 +271,7 @@ class ModelParallelGroup:
                 found = [name for (_, name), differs in zip(alike, row != prints[0], strict=True) if differs]
                 return (
                     f"tensor rank {rank} holds other values than tensor rank 0 in {found[0]} (and {len(found) - 1} "
-                    "more), which they should hold alike: something changed a parameter on one rank only, or the ranks "
+                    "more), which should be the same: something changed a parameter on one rank only, or the ranks "
                     "compute differently"
                 )
         return ""

@@ -45,7 +45,7 @@ class Coefficients:
     def __post_init__(self) -> None:
         check_trust_options(self.least, self.most)
         if not 0.0 <= check_is_number("OnebitLamb", "coeff_beta", self.beta) < 1.0:
-            raise ValueError(f"coeff_beta must lie in [0, 1), got {self.beta}")
+            raise ValueError(f"coeff_beta must be in [0, 1), got {self.beta}")
 
     def trust_ratio(self, weight_norm: Tensor, update_norm: Tensor) -> Tensor:
         """LAMB's trust ratio, within the bounds."""

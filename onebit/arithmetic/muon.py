@@ -89,7 +89,7 @@ def adjustment(shape: Sequence[int], how: str) -> float:
 def check_rule(momentum: float, ns_steps: int, adjust_lr: str) -> None:
     """Raise TypeError or ValueError if an option of Muon's has the wrong type, or is out of its range."""
     if not 0.0 <= check_is_number("Muon", "momentum", momentum) < 1.0:
-        raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
+        raise ValueError(f"momentum must be in [0, 1), got {momentum}")
     at_least_one("ns_steps", ns_steps)
     if adjust_lr not in ADJUSTMENTS:
         raise ValueError(f"adjust_lr must be one of {', '.join(ADJUSTMENTS)}, got {adjust_lr!r}")

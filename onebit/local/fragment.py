@@ -57,7 +57,7 @@ class OuterStep:
             if not 0.0 < check_is_number("LocalSteps", name, value) <= most:
                 raise ValueError(f"{name} must be above 0 and at most {most:g}, got {value}")
         if not 0.0 <= check_is_number("LocalSteps", "outer_momentum", self.momentum) < 1.0:
-            raise ValueError(f"outer_momentum must lie in [0, 1), got {self.momentum}")
+            raise ValueError(f"outer_momentum must be in [0, 1), got {self.momentum}")
 
     @property
     def is_plain(self) -> bool:

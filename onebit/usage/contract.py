@@ -159,7 +159,7 @@ def check_options(where: str, group: Mapping[str, object]) -> None:
     for beta in betas:
         check_number(where, "betas", beta)
         if float(beta) >= 1.0:
-            raise ValueError(f"{where}: betas must lie in [0, 1), got {betas}")
+            raise ValueError(f"{where}: betas must be in [0, 1), got {betas}")
     for key, value in (*((key, group[key]) for key in numbers[1:]), *(("betas", beta) for beta in betas)):
         if not isinstance(value, int | float):
             raise TypeError(

@@ -247,7 +247,7 @@ class Pair(nn.Module):
             2,
             "in the one and cut it along dimension 1 in the",
         ),
-        ({"first": SequenceParallel()}, 2, "hold it alike in the one and leave it as it is in the other"),
+        ({"first": SequenceParallel()}, 2, "replicate it in the one and leave it as it is in the other"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(plan: dict, ranks: int, says: str) -> None:

@@ -89,7 +89,7 @@ BAD = [
     ({"lr": torch.ones(2)}, TypeError, "lr must be a number, got tensor"),
     ({"betas": (0.9,)}, ValueError, r"betas must be two numbers, got \(0.9,\)"),
     ({"betas": 0.9}, ValueError, "betas must be two numbers, got 0.9"),
-    ({"betas": (0.9, 1.0)}, ValueError, r"betas must lie in \[0, 1\), got \(0.9, 1.0\)"),
+    ({"betas": (0.9, 1.0)}, ValueError, r"betas must be in \[0, 1\), got \(0.9, 1.0\)"),
     ({"betas": (0.9, float("nan"))}, ValueError, "betas must not be negative, infinite or nan"),
     ({"eps": -1e-8}, ValueError, "eps must not be negative"),
     ({"weight_decay": -0.1}, ValueError, "weight_decay must not be negative"),

@@ -149,7 +149,7 @@ def test_what_has_no_gradient_stays_nor_do_zeros_or_a_rate_of_zero_move(
     ("kind", "options", "error", "words"),
     [
         *((kind, {"lr": -1.0}, ValueError, "lr must not be negative") for kind in BOTH),
-        *((kind, {"betas": (0.9, 1.0)}, ValueError, "betas must lie in") for kind in BOTH),
+        *((kind, {"betas": (0.9, 1.0)}, ValueError, "betas must be in") for kind in BOTH),
         (onebit.Lion, {"weight_decay": -1.0}, ValueError, "weight_decay must not be negative"),
         (onebit.Lion, {"eps": 1e-8}, TypeError, "unexpected keyword argument 'eps'"),
         (onebit.LaProp, {"amsgrad": True}, ValueError, "no one-bit form|amsgrad"),

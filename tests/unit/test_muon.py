@@ -111,7 +111,7 @@ def test_other_states_and_groups_are_refused_before_anything_changes() -> None:
     for given, words in (
         (params, "group 0 has no use_muon"),
         ([{"params": params, "use_muon": True}], r"has use_muon and a parameter of shape \(7,\)"),
-        ([{**groups(params)[0], "momentum": 1.0}], r"momentum must lie in \[0, 1\), got 1.0"),
+        ([{**groups(params)[0], "momentum": 1.0}], r"momentum must be in \[0, 1\), got 1.0"),
         ([{**groups(params)[0], "adjust_lr": "mine"}], "adjust_lr must be one of match_rms_adamw, original"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -42,7 +42,7 @@ from .styles import Cut, OwnStyle
 # From patterns of module names to styles. The parts between dots are matched by fnmatch, so * matches one part.
 Plan: TypeAlias = Mapping[str, ParallelStyle]
 
-_WHOLE, _ALIKE = "leave it as it is", "hold it alike"
+_WHOLE, _ALIKE = "leave it as it is", "replicate it"
 
 
 def parallelize(model: nn.Module, grid: Grid, plan: Plan, *, is_stage: bool = False) -> nn.Module:

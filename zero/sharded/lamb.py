@@ -34,7 +34,7 @@ class ShardedLambRule(ShardedAdamRule):
     def __init__(self, *, max_coeff: float, min_coeff: float, coeff_beta: float):
         check_trust_options(min_coeff, max_coeff)
         if not 0.0 <= coeff_beta < 1.0:
-            raise ValueError(f"coeff_beta must lie in [0, 1), got {coeff_beta}")
+            raise ValueError(f"coeff_beta must be in [0, 1), got {coeff_beta}")
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
         self._agreed: dict[int, Tensor] = {}  # by bucket: average of a_l, uncorrected, float64 [K]
 

@@ -185,7 +185,9 @@ def load_of_all_ranks(optimizer: ShardOwner, states: Sequence[State]) -> None:
     optimizer.load_state_dict(regather(states, optimizer.rule.kind, optimizer.buckets, world_size))
     if rank == 0:
         log.info(
-            "optimizer state of %d ranks taken over by %d: each owes the mean of what was owed", len(states), world_size
+            "optimizer state of %d ranks taken over by %d: each holds the mean of the residuals",
+            len(states),
+            world_size,
         )
 
 
