@@ -147,25 +147,30 @@ def test_a_drifting_anchor_is_found() -> None:
     run_ranks(2, ours)
 
 
-def test_parameters_that_become_the_anchors_are_the_same_on_all_ranks() -> None:
-    """Between rounds they differ. Values from elsewhere are taken, and a round that is under way would add to them."""
+@pytest.mark.parametrize("delay", (0, 1, 2))
+def test_adopted_parameters_begin_anew(delay: int) -> None:
+    """As in a run that begins with them: nothing remains of a round under way, nor of decay since a round.
 
-    def ours(transport: SimTransport) -> np.ndarray:
-        run = Run(transport, every=4, delay=1).train(range(2))
-        refused(ReplicaError, r"call sync\(\) first", run.optimizer.adopt_parameters)
-        run.train(range(2, 4))
-        refused(RuntimeError, "a round is under way", run.optimizer.adopt_parameters)
-        run.optimizer.sync()
-        with torch.no_grad():
+    They must be the same on all ranks, which between rounds they are not.
+    """
+    memoryless = {"betas": (0.0, 0.0), "weight_decay": 0.3}
+
+    def ours(transport: SimTransport) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        found = []
+        for before in (0, 4):
+            run = Run(transport, every=4, delay=delay, inner_options=memoryless).train(range(before))
             for p in run.params:
-                p.fill_(1.0)
-        run.optimizer.adopt_parameters()
-        np.testing.assert_array_equal(run.theta, np.ones_like(run.theta))
-        run.train(range(4, 8)).optimizer.sync()
-        return run.theta
+                p.data.fill_(1.0)
+            run.optimizer.adopt_parameters()
+            begun = run.theta
+            run.train(range(4, 14))
+            refused(ReplicaError, r"call sync\(\) first", run.optimizer.adopt_parameters)
+            found.append([begun, run.theta, run.w])
+        return found[0], found[1]
 
-    first, other = run_ranks(2, ours)
-    np.testing.assert_array_equal(first, other)
+    for fresh, again in run_ranks(2, ours):
+        np.testing.assert_array_equal(fresh, again)
+        assert (again[0] == 1.0).all()
 
 
 def test_the_bytes_are_those_of_one_bit_rounds() -> None:
