@@ -277,6 +277,17 @@ def test_a_schedule_by_a_loss_gets_it_from_the_step() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize(("scale_wrt_gas", "share"), [(True, 0.25), (False, 1.0)])
+def test_backward_returns_the_share_of_a_micro_batch_in_the_loss_of_its_step(scale_wrt_gas: bool, share: float) -> None:
+    """Scripts add up what it returns over the micro-batches, to log the loss of a step."""
+    config = {"train_batch_size": 4, "gradient_accumulation_steps": 4, "optimizer": {"type": "Adam"}}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(3, 1), config=config)
+    loss = engine(torch.ones(1, 3)).square().sum()
+    returned = engine.backward(loss, scale_wrt_gas=scale_wrt_gas)
+    assert torch.equal(returned, share * loss)
+    engine.close()
+
+
 def test_what_initialize_refuses_before_any_rank_is_asked() -> None:
     config = {"train_batch_size": 1, "optimizer": {"type": "OneBitAdam"}}
     net = nn.Linear(1, 1)

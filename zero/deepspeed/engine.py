@@ -138,12 +138,12 @@ class DeepSpeedEngine(Engine):
         allreduce_gradients: bool = True,
         release_loss: bool = False,
     ) -> Tensor:
-        """Add the loss's gradients, times the loss scale, and return the loss.
+        """Add the loss's gradients, times the loss scale, and return the loss over the micro-batches of a step.
 
         Args:
             loss: A tensor of one element.
             retain_graph: As in torch. Default False.
-            scale_wrt_gas: Whether to divide by the micro-batches of a step. Default True.
+            scale_wrt_gas: Whether to divide by the micro-batches of a step, what is returned, too. Default True.
             allreduce_gradients: Must be True; accumulate in `no_sync()` instead. Default True.
             release_loss: Without effect, as in older releases of DeepSpeed. Default False.
 
@@ -166,7 +166,8 @@ class DeepSpeedEngine(Engine):
                 self.global_rank,
                 self._passes,
             )
-        return super().backward(loss, retain_graph=retain_graph, weight=None if scale_wrt_gas else 1.0)
+        super().backward(loss, retain_graph=retain_graph, weight=None if scale_wrt_gas else 1.0)
+        return loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
 
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         """As `Engine.step`.
