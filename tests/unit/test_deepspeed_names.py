@@ -364,6 +364,7 @@ def test_the_accelerator_of_a_machine_without_cuda() -> None:
         pytest.skip("CUDA is here: its names are torch.cuda's")
     assert torch.device(device.device_name(3)) == device.device() == torch.device("cpu")
     assert device.communication_backend_name() == "gloo" and device.on_accelerator(torch.zeros(1))
+    assert device.supported_dtypes() == [torch.float32, torch.float16, torch.bfloat16]
     device.manual_seed(4)
     state, drawn = device.get_rng_state(), torch.rand(3)
     device.set_rng_state(state)

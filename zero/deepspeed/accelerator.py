@@ -108,6 +108,10 @@ class Accelerator:
         """Whether the device computes in float16."""
         return True
 
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Floating-point types that the device computes in."""
+        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+
     def manual_seed(self, seed: int) -> None:
         """Seed this device's generator."""
         torch.cuda.manual_seed(seed) if self.is_cuda else torch.manual_seed(seed)
