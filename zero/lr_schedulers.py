@@ -42,6 +42,12 @@ class ScheduleLR(LRScheduler):
                     )
         super().__init__(optimizer, last_epoch)
 
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go on to the next batch, or to this one, counted from 0 as in DeepSpeed: step(0) is the first step()."""
+        if last_batch_iteration is not None:
+            self.last_epoch = last_batch_iteration  # the count before the step; torch's own argument is deprecated
+        super().step()
+
     def get_lr(self) -> list[float | Tensor]:
         """The rates of this step. Also sets the momenta."""
         self._set_momenta()

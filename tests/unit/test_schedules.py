@@ -20,6 +20,7 @@ from onebit.comm import IdentityCodec, SimTransport
 from onebit.zero import read_config
 from onebit.zero.config.lr_schedules import Cycle
 from onebit.zero.lr_schedulers import (
+    SCHEDULERS,
     LRRangeTest,
     OneCycle,
     ScheduleLR,
@@ -232,6 +233,17 @@ def test_with_each_key_and_without_it_the_rates_are_deepspeeds(case: dict[str, A
         np.testing.assert_allclose(momenta[1:], case["momenta"][1:], rtol=1e-12)
     elif case["type"] == "OneCycle":
         assert {b1 for row in momenta for b1 in row} == {0.9}
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"][::5], ids=lambda case: f"{case['type']}-{'-'.join(case['params'])}")
+def test_a_step_to_a_batch_ends_where_the_batches_one_by_one_do(case: dict[str, Any]) -> None:
+    """DeepSpeed's step(last_batch_iteration) counts from 0, so that step(0) is the first step()."""
+    direct, counted = (SCHEDULERS[case["type"]](adam(tuple(GOLDEN["lrs"])), **case["params"]) for _ in range(2))
+    for batch in range(20):
+        counted.optimizer.step()
+        counted.step()
+        direct.step(batch)
+        assert direct.get_last_lr() == counted.get_last_lr() and direct.last_epoch == counted.last_epoch
 
 
 @pytest.mark.parametrize("params", [{}, {"warmup_max_lr": None}])
