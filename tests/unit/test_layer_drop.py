@@ -44,6 +44,13 @@ class Wrapper(nn.Module):
         return self.inner(x, **named)
 
 
+class LooksUp(Stack):
+    """As the layers of DeepSpeed's BERT example find what they are told."""
+
+    def forward(self, x: Tensor, **named: object) -> Tensor:
+        return super().forward(x, named.get("progressive_layer_drop", False), named.get("pld_theta", 1.0))
+
+
 class Ignores(nn.Linear):
     """As transformers' models do what they do not know."""
 
@@ -98,8 +105,15 @@ def test_each_step_is_told_the_papers_share(engine_of: Start, tmp_path: Path) ->
     assert resumed.module.told == 2 * [(True, engine.get_pld_theta())]
 
 
+@pytest.mark.parametrize(
+    "model", [Wrapper(Stack()), LooksUp(), Wrapper(LooksUp())], ids=["hands on", "looks up", "both"]
+)
+def test_a_model_may_take_the_share_by_other_names(engine_of: Start, model: nn.Module) -> None:
+    train(engine_of(model), 1)
+    assert getattr(model, "inner", model).told == 2 * [(True, 1.0)]
+
+
 def test_a_model_that_cannot_drop_is_refused(engine_of: Start) -> None:
-    train(engine_of(Wrapper(Stack())), 1)
     for model in (nn.Linear(4, 4), Ignores(4, 4), Wrapper(Ignores(4, 4)), nn.Sequential(Stack())):
         with pytest.raises(ValueError, match=f"forward pass of {type(model).__name__} takes no pld_theta"):
             engine_of(model)

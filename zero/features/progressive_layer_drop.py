@@ -14,6 +14,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from torch import nn
+
 from ..config.sections import ProgressiveLayerDrop as Settings
 from ..feature import Asked, Feature, Training
 
@@ -42,9 +44,9 @@ class ProgressiveLayerDrop(Feature):
             raise ValueError(
                 "progressive_layer_drop: a pipeline's stages take no named arguments; train without stages"
             )
-        taken = [inspect.signature(module.forward).parameters for module in asked.outline.modules()]
-        takes_more = any(each.kind is each.VAR_KEYWORD for each in taken[0].values())  # and hands on, or ignores
-        if not any(names.keys() >= _NAMES for names in (taken if takes_more else taken[:1])):
+        names = inspect.signature(asked.outline.forward).parameters.values()
+        takes_more = any(each.kind is each.VAR_KEYWORD for each in names)  # and looks it up, hands it on, or ignores it
+        if not any(map(_takes_share, asked.outline.modules() if takes_more else [asked.outline])):
             raise ValueError(
                 f"progressive_layer_drop: the forward pass of {type(asked.outline).__name__} takes no pld_theta; let "
                 "it take progressive_layer_drop and pld_theta, and keep each layer with a probability that falls to "
@@ -59,3 +61,10 @@ class ProgressiveLayerDrop(Feature):
 
     def inputs(self, engine: Training, inputs: Sequence[object], named: Mapping[str, object]) -> Mapping[str, object]:
         return {**named, "progressive_layer_drop": True, "pld_theta": self.theta(engine.global_steps)}
+
+
+def _takes_share(module: nn.Module) -> bool:
+    """Whether its forward pass has both names: as parameters, or as keys that it looks up in its **named."""
+    forward = inspect.unwrap(module.forward)
+    code = getattr(forward, "__code__", None)
+    return {*inspect.signature(forward).parameters, *(code.co_consts if code else ())} >= _NAMES
