@@ -627,8 +627,9 @@ class Engine:
                 `Checkpoints.save`. Raised on all ranks.
         """
         tag = tags.checked(tag, self.grid.world)
-        checkpoints = self._in(Path(save_dir) / (tag or ""), keep=1 if tag else self.config.onebit.keep_checkpoints)
-        point = tags.pointing(Path(save_dir), tag) if tag and save_latest else None
+        folder = _folder(save_dir)
+        checkpoints = self._in(folder / (tag or ""), keep=1 if tag else self.config.onebit.keep_checkpoints)
+        point = tags.pointing(folder, tag) if tag and save_latest else None
         contents = engine_state.Contents(frozen=not exclude_frozen_parameters)
         engine_state.save(
             self,
@@ -641,7 +642,7 @@ class Engine:
         )
         if self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
             with self.form.shown():
-                self._export(Path(save_dir) / "model.safetensors")
+                self._export(folder / "model.safetensors")
         return tag or f"step_{self.global_steps:08d}"
 
     @every_rank
@@ -687,7 +688,7 @@ class Engine:
             strict=load_module_strict,
         )
         self._batches = None  # batches read ahead belong to the old position
-        folder, name = tags.find(Path(load_dir), tag, self.grid.world)
+        folder, name = tags.find(_folder(load_dir), tag, self.grid.world)
         if folder is None:
             return None, None
         return engine_state.load(self, self._in(folder), name, contents)
@@ -732,7 +733,8 @@ class Engine:
                 "exclude_frozen_parameters=True) with safetensors.torch.save_file"
             )
         self.synchronise()
-        self._export(Path(save_dir) / save_filename if max_file_bytes is None else Path(save_dir), max_file_bytes)
+        folder = _folder(save_dir)
+        self._export(folder / save_filename if max_file_bytes is None else folder, max_file_bytes)
         return True
 
     def _export(self, path: Path, max_file_bytes: int | None = None) -> None:
@@ -758,6 +760,12 @@ class Engine:
         self._silence.__enter__()  # hooks stay with the parameters, which another engine may train
         self.form.close()
         self.grid.close()
+
+
+def _folder(given: str | os.PathLike[str]) -> Path:
+    if not given:  # as the default of an option; Path("") is the working directory
+        raise ValueError(f'expected a folder, got {given!r}; the working directory is "."')
+    return Path(given)
 
 
 def _several(inputs: object) -> tuple[object, ...]:

@@ -539,6 +539,9 @@ REFUSED_ARGUMENTS: dict[str, tuple] = {
     "without frozen": (
         lambda engine: engine.save_16bit_model(".", exclude_frozen_parameters=True), ValueError, "is for save_check",
     ),
+    "a save nowhere": (lambda engine: engine.save_checkpoint(""), ValueError, 'the working directory is "."'),
+    "a load from nowhere": (lambda engine: engine.load_checkpoint(None), ValueError, "expected a folder, got None"),
+    "weights nowhere": (lambda engine: engine.save_16bit_model(""), ValueError, "expected a folder, got ''"),
     "no curriculum": (lambda engine: engine.set_data_post_process_func(print), RuntimeError, "loader of a curriculum"),
     "another device": (lambda engine: engine.to("cpu:1"), RuntimeError, "on cpu and stays there, asked for cpu:1"),
 }  # fmt: skip
