@@ -37,6 +37,7 @@ LAYOUTS: list[dict] = [
 OTHERS: list[dict] = [
     *({"optimizer": "OneBitAdam", "pipe": 2, "pipeline": {"schedule": name}, "micro_batches": 4}
       for name in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")),
+    {"optimizer": "OneBitAdam", "pipe": 2, "micro_batches": 1},  # fewer than stages
     {"optimizer": "OneBitAdam", "pipe": 2, "model": {"activation_checkpoint_interval": 1}},
     {"optimizer": "OneBitAdam", "pipe": 2, "clip": 0.5},
     {"optimizer": "OneBitAdam", "pipe": 2, "pipeline": {"activations": "int8", "activation_gradients": "int8"}},

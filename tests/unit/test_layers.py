@@ -129,7 +129,6 @@ def test_lists_that_make_no_model_are_refused() -> None:
 @pytest.mark.parametrize(
     ("stages", "block", "micro_batches", "zero_stage", "says"),
     [
-        (2, {"schedule": "1f1b"}, 1, 0, "at least one for each of the 2 stages"),
         (2, {"schedule": "1f1b", "chunks": 2}, 4, 0, "has one stage on each rank"),
         (2, {"schedule": "zbv", "chunks": 3}, 4, 0, "has two stages on each rank"),
         (2, {"schedule": "zbv"}, 4, 1, "FSDP2 cannot shard"),

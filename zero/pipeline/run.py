@@ -94,12 +94,12 @@ def check(config: Config, model: object) -> None:
         fits = "has two stages on each rank" if schedule == "zbv" else "has one stage on each rank"
         raise ValueError(f"pipeline.chunks is {chunks}, but the schedule {schedule!r} {fits}")
     model.check_cut(ranks * chunks, settings.partition)
-    needs = f"gradient_accumulation_steps is {micro_batches}, the micro-batches of a step; the schedule {schedule!r} "
-    if schedule == "1f1b" and micro_batches < ranks:
-        raise ValueError(f"{needs}needs at least one for each of the {ranks} stages")
     rounds = max(1, micro_batches // ranks)
     if schedule in ("interleaved", "zero-bubble") and micro_batches % rounds:
-        raise ValueError(f"{needs}needs a multiple of {rounds} for {ranks} ranks; a multiple of {ranks} always fits")
+        raise ValueError(
+            f"gradient_accumulation_steps is {micro_batches}, the micro-batches of a step; the schedule {schedule!r} "
+            f"needs a multiple of {rounds} for {ranks} ranks; a multiple of {ranks} always fits"
+        )
     if schedule in SPLIT_BACKWARD and config.zero_optimization.stage == 3:
         raise ValueError(
             f"the schedule {schedule!r} needs a layer's weights again after its backward pass, when stage 3 has freed "
@@ -296,8 +296,9 @@ class Pipeline:
             for number, module in sorted(self.stages.items())
         ]
         self._driven += stages
-        # Forward only, 1F1B is GPipe, which also takes fewer micro-batches than there are stages.
-        kind = SCHEDULES["gpipe" if settings.schedule == "1f1b" and not trains else settings.schedule]
+        # Without backward passes, or with fewer micro-batches than stages (which torch's 1F1B refuses), it is GPipe.
+        is_gpipe = settings.schedule == "1f1b" and (not trains or micro_batches < self._count)
+        kind = SCHEDULES["gpipe" if is_gpipe else settings.schedule]
         given = stages if settings.schedule in _MULTI else stages[0]
         return kind(given, micro_batches, loss_fn=self._loss, scale_grads=False)
 
