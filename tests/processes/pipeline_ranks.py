@@ -305,6 +305,26 @@ def loss_of_tuples(output: tuple[Tensor, Tensor], labels: tuple[Tensor, Tensor])
     return weight * ((x - y).square() * mask[:, None]).mean()
 
 
+class Carries(nn.Linear):
+    """A layer that hands the target on, for the last one."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, target = inputs
+        return super().forward(x), target
+
+
+class OwnLoss(Carries):
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:  # type: ignore[override]
+        return nn.functional.mse_loss(*super().forward(inputs))
+
+
+def computes_its_loss() -> zero.PipelineModule:
+    return zero.PipelineModule([zero.LayerSpec(kind) for kind in (*[Carries] * 3, OwnLoss)], partition_method="uniform")
+
+
 def tuple_batches(count: int) -> list[tuple]:
     generator = torch.Generator().manual_seed(2)
     return [
@@ -336,6 +356,16 @@ def takes_tuples() -> dict:
         optimizer.step()
         optimizer.zero_grad()
     facts["expected"] = losses
+    carried = [((x, target), target) for (x, _), (target, _) in data]
+    (net,) = computes_its_loss().stages([range(4)])
+    optimizer, own = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0), []
+    for _ in range(3):
+        mean = torch.stack([net(*inputs) for inputs, _ in carried]).mean()
+        own.append(float(mean))
+        mean.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    facts["own losses"] = own
     for name, pipe, block in (("one", 1, {}), ("two", 2, {}), ("four", 2, {"schedule": "interleaved"})):
         case = {"optimizer": "AdamW", "pipe": pipe, "pipeline": block, "micro_batches": 4}
         grid = made.of(case)
@@ -352,6 +382,9 @@ def takes_tuples() -> dict:
         engine.set_dataiterator(iter(data))
         found["losses"].append(float(engine.train_batch()))
         found["at the end"] = error_of(Exception, engine.train_batch)
+        engine = zero.initialize(model=computes_its_loss(), config=config, grid=grid)[0]
+        found["own losses"] = [float(engine.train_batch(iter(carried))) for _ in range(2)]
+        found["own losses"].append(float(engine.eval_batch(iter(carried))))
         facts[name] = found
     made.close()
     return facts

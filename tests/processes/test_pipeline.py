@@ -293,6 +293,7 @@ def test_tuples_go_through_any_number_of_stages() -> None:
         for stages in ("one", "two", "four"):
             found, is_last = facts[stages], facts[stages]["is last"]
             assert found["losses"] == pytest.approx(facts["expected"], rel=1e-5)
+            assert found["own losses"] == pytest.approx(facts["own losses"], rel=1e-5)  # without loss_fn
             assert found["mean"] == pytest.approx(mean) and found["of one"] == pytest.approx(expected[0])
             loss, logits = found["of two"]
             assert loss == pytest.approx((expected[0] + expected[1]) / 2)

@@ -120,6 +120,8 @@ def test_lists_that_make_no_model_are_refused() -> None:
         ([3], TypeError, "layer 0: expected a LayerSpec, a module or a function, got int"),
     ]:
         refused(kind, says, PipelineModule, layers, loss_fn=torch.nn.functional.mse_loss)
+    refused(TypeError, "expected loss_fn, called as", PipelineModule, [layer], loss_fn="mse")
+    refused(TypeError, "its last layer must return the loss", PipelineModule([layer]).loss_fn, torch.ones(2), None)
     refused(TypeError, "takes a class", LayerSpec, layer)
     refused(ValueError, "must not contain a dot", TiedLayerSpec, "a.b", nn.Linear, 2, 2)
     with pytest.raises(ValueError, match="pass example="):

@@ -140,6 +140,8 @@ class Stage(nn.Module):
                 value = self._recompute(partial(_run_spread, calls, is_tuple), *several)
             else:
                 value = _run(calls, value)
+        if isinstance(value, Tensor) and value.dim() == 0:
+            return value.reshape(1)  # a loss: torch concatenates the outputs of micro-batches
         if isinstance(value, tuple) and len(value) == 1:
             return value[0], torch.zeros(_MARK, dtype=torch.bool, device=value[0].device)
         return value
@@ -248,7 +250,8 @@ class PipelineModule:
         layers: LayerSpecs, modules (already built, on every rank), or functions without parameters.
         num_stages: Stages of the pipeline; None (default) for the configuration's.
         topology: DeepSpeed's topology, whose axis "pipe" gives num_stages; None by default.
-        loss_fn: Called as loss_fn(output, target); returns the mean over the micro-batch. Required.
+        loss_fn: Called as loss_fn(output, target); returns the mean over the micro-batch. None (default): the last
+            layer returns the loss itself, of targets that are among the inputs, too.
         seed_layers: No effect: initial values always depend on a layer's place.
         seed_fn: Not supported; must be None.
         base_seed: Seed of the initial values, 1234 by default.
@@ -264,7 +267,7 @@ class PipelineModule:
         example: The inputs of a micro-batch, for partition_method "time"; None by default.
 
     Raises:
-        TypeError: There is no loss_fn, or a layer is no LayerSpec, module or function.
+        TypeError: loss_fn cannot be called, or a layer is no LayerSpec, module or function.
         ValueError: There are no layers, a module occurs twice, or an argument is out of range or not supported.
     """
 
@@ -286,10 +289,8 @@ class PipelineModule:
         example: object = None,
     ):
         _refuse_absent(seed_fn=seed_fn, dynamic_shape=dynamic_shape)
-        if not callable(loss_fn):
-            raise TypeError(
-                f"a PipelineModule needs loss_fn=, called as loss_fn(output, target) by the last stage, got {loss_fn!r}"
-            )
+        if loss_fn is not None and not callable(loss_fn):
+            raise TypeError(f"expected loss_fn, called as loss_fn(output, target) by the last stage, got {loss_fn!r}")
         if topology is not None:
             num_stages = _stages_of(topology, num_stages)
         if not layers:
@@ -306,7 +307,7 @@ class PipelineModule:
             raise ValueError(
                 f"checkpointable_layers {[*checkpointable_layers]} are the classes of no layer: {_kinds(layers)}"
             )
-        self.layers, self.loss_fn, self.num_stages = list(layers), loss_fn, num_stages
+        self.layers, self.loss_fn, self.num_stages = list(layers), loss_fn or _loss_of_last_layer, num_stages
         self.partition_method = partition_method
         self.activation_checkpoint_interval, self.base_seed = activation_checkpoint_interval, base_seed
         self.activation_checkpoint_func = activation_checkpoint_func
@@ -545,6 +546,15 @@ def _kind(layer: Layer) -> str:
 
 def _kinds(layers: Sequence[Layer]) -> str:
     return ", ".join(dict.fromkeys(_kind(layer) for layer in layers))
+
+
+def _loss_of_last_layer(output: object, target: object) -> Tensor:
+    if not isinstance(output, Tensor) or output.numel() != 1:
+        got = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise TypeError(
+            f"a PipelineModule without loss_fn: its last layer must return the loss, a tensor of one element, got {got}"
+        )
+    return output.reshape(())
 
 
 def _leaf(x: object) -> object:
