@@ -534,6 +534,25 @@ def test_reshaping_keeps_all_tokens() -> None:
 # ---------------------------------------------------------------- rates by tokens
 
 
+class TakesLength(nn.Module):
+    def forward(self, tokens: Tensor, curriculum_seqlen: int | None = None) -> Tensor:
+        return tokens[:, :curriculum_seqlen]
+
+
+class LooksLengthUp(nn.Module):
+    """As DeepSpeed's own test model finds what it is told."""
+
+    def forward(self, tokens: Tensor, **named: int) -> Tensor:
+        return tokens[:, : named.get("curriculum_seqlen")]
+
+
+def test_a_model_that_shortens_sequences_itself_is_told_the_length() -> None:
+    tokens, efficiency = torch.zeros(2, 5), Efficiency(lengths=Discrete((2, 3), (2,)))
+    for model in (TakesLength(), LooksLengthUp()):
+        assert efficiency.prepare(model, 0, (tokens,), {}, rank=0) == {"curriculum_seqlen": 2}
+    refused(ValueError, "expects sequences of 2 tokens", efficiency.prepare, nn.ReLU(), 0, (tokens,), {}, rank=0)
+
+
 def test_rates_follow_tokens_not_steps() -> None:
     def rates(chunks: list[int], decay: str = "cosine") -> float:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
@@ -23,6 +23,15 @@ from .token_dropping import TokenDropping
 T = TypeVar("T")
 SEQLEN = "curriculum_seqlen"
 """The argument in which DeepSpeed passes a model the number of tokens to use of a sequence."""
+
+
+def names_in(forward: Callable[..., object]) -> set[object]:
+    """What a forward pass may find in named arguments: its parameters, and the keys that it looks up in its **named."""
+    forward = inspect.unwrap(forward)
+    parameters = inspect.signature(forward).parameters
+    takes_more = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    code = getattr(forward, "__code__", None)
+    return {*parameters, *(code.co_consts if code and takes_more else ())}
 
 
 @dataclass
@@ -99,7 +108,7 @@ class Efficiency:
     def _takes(self, module: nn.Module) -> bool:
         kind = type(module)
         if kind not in self._takes_length:
-            self._takes_length[kind] = SEQLEN in inspect.signature(module.forward).parameters
+            self._takes_length[kind] = SEQLEN in names_in(module.forward)
         return self._takes_length[kind]
 
     # ---------------------------------------------------------------- a step

@@ -14,9 +14,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from torch import nn
-
 from ..config.sections import ProgressiveLayerDrop as Settings
+from ..data_efficiency.efficiency import names_in
 from ..feature import Asked, Feature, Training
 
 _NAMES = {"progressive_layer_drop", "pld_theta"}
@@ -46,7 +45,8 @@ class ProgressiveLayerDrop(Feature):
             )
         names = inspect.signature(asked.outline.forward).parameters.values()
         takes_more = any(each.kind is each.VAR_KEYWORD for each in names)  # and looks it up, hands it on, or ignores it
-        if not any(map(_takes_share, asked.outline.modules() if takes_more else [asked.outline])):
+        modules = asked.outline.modules() if takes_more else [asked.outline]
+        if not any(names_in(module.forward) >= _NAMES for module in modules):
             raise ValueError(
                 f"progressive_layer_drop: the forward pass of {type(asked.outline).__name__} takes no pld_theta; let "
                 "it take progressive_layer_drop and pld_theta, and keep each layer with a probability that falls to "
@@ -61,10 +61,3 @@ class ProgressiveLayerDrop(Feature):
 
     def inputs(self, engine: Training, inputs: Sequence[object], named: Mapping[str, object]) -> Mapping[str, object]:
         return {**named, "progressive_layer_drop": True, "pld_theta": self.theta(engine.global_steps)}
-
-
-def _takes_share(module: nn.Module) -> bool:
-    """Whether its forward pass has both names: as parameters, or as keys that it looks up in its **named."""
-    forward = inspect.unwrap(module.forward)
-    code = getattr(forward, "__code__", None)
-    return {*inspect.signature(forward).parameters, *(code.co_consts if code else ())} >= _NAMES
