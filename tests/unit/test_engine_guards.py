@@ -368,6 +368,18 @@ def test_what_is_frozen_after_initialize_trains_again(start: object, form: str) 
     assert torch.equal(values[0], values[1]) and not torch.equal(values[1], values[2])
 
 
+@pytest.mark.parametrize("form", ["dense", "dense, stage 1", "dense, stage 3", "one bit", "local", "offloaded"])
+def test_what_is_frozen_has_no_moments(start: object, form: str) -> None:
+    """Scripts ask for the moments of every parameter, as DeepSpeed's page on them does."""
+    net = Net()
+    net.body.requires_grad_(False)
+    engine, *_ = start(form, net)
+    step(engine)
+    for ask in (zero.utils.safe_get_full_optimizer_state, zero.utils.safe_get_local_optimizer_state):
+        found = {name: ask(p, "exp_avg") for name, p in engine.module.named_parameters()}
+        assert [name for name, moment in found.items() if moment is None] == ["body.weight", "body.bias"]
+
+
 # ---------------------------------------------------------------- micro-batches
 
 

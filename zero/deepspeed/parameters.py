@@ -386,12 +386,15 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
         _write(held.p.grad, scaled)
 
 
-def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor:
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """A complete tensor of the optimizer's state of a parameter, float32, a copy. All ranks that hold it.
 
     Args:
         param: A parameter of an engine's module.
         optim_state_key: Name of the tensor: "exp_avg", "exp_avg_sq".
+
+    Returns:
+        The tensor; None if the parameter is frozen and has no state.
 
     Raises:
         ValueError: The parameter belongs to no engine.
@@ -401,6 +404,8 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     """
     held = _held(param)
     _refuse_divided(held, "moments are divided over their owners")
+    if _is_without_state(held):
+        return None
     return _full(held, like(held.shard, _state(held, optim_state_key)), "optimizer_state").float().clone()
 
 
@@ -458,18 +463,26 @@ def safe_get_local_grad(param: Tensor) -> Tensor | None:
     return None if grad is None else local(grad).detach().float().clone()
 
 
-def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor:
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """This rank's elements of a tensor of the optimizer's state, float32, a copy. Sends nothing.
 
     Args:
         param: A parameter of an engine's module.
         optim_state_key: Name of the tensor: "exp_avg", "exp_avg_sq".
 
+    Returns:
+        The elements; None if the parameter is frozen and has no state.
+
     Raises:
         ValueError: The parameter belongs to no engine.
         KeyError: There is no tensor of that name.
     """
-    return local(_state(_held(param), optim_state_key)).detach().float().clone()
+    held = _held(param)
+    return None if _is_without_state(held) else local(_state(held, optim_state_key)).detach().float().clone()
+
+
+def _is_without_state(held: _Held) -> bool:
+    return not held.p.requires_grad and not held.engine.optimizer.state.get(held.shard)
 
 
 def _state(held: _Held, key: str) -> Tensor:
