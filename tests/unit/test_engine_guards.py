@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from onebit import zero
 from onebit.checkpoint.files import CheckpointError
 from onebit.comm import SimTransport
+from onebit.zero.parallel.fsdp import blocks_of
 
 GAS = 4
 SHARDED = {"zero_optimization": {"stage": 2}}
@@ -460,6 +461,34 @@ def test_only_a_model_without_anything_to_train_is_warned_of(
         assert not caplog.records
         _, optimizer, _ = start(form, Net().requires_grad_(False))
     assert optimizer is None and "nothing to train" in caplog.records[0].getMessage()
+
+
+class InDicts(nn.Module):
+    """Layers without a forward pass of their own, as in a list of dicts of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(8, 8), "heads": nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])})
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            up = layer["up"](x).relu()
+            x = torch.cat([head(up) for head in layer["heads"]], dim=1)
+        return x
+
+
+def test_layers_in_containers_are_sharded_one_by_one(start: object) -> None:
+    engines = [start(form, InDicts())[0] for form in ("dense", "dense, stage 3")]
+    assert len(blocks_of(InDicts())) == 6
+    for engine in engines:
+        for k in range(3):
+            step(engine, k)
+    plain, sharded = (engine.module_state_dict() for engine in engines)
+    assert all(torch.equal(plain[name], sharded[name]) for name in plain)
 
 
 def test_a_method_that_meets_shards_names_the_option(start: object) -> None:

@@ -149,7 +149,7 @@ def bring_near(model: nn.Module, device: torch.device) -> None:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model: the elements of its outermost ModuleLists and Sequentials.
+    """The layers of a model: the elements of its outermost ModuleLists and Sequentials, or of containers in these.
 
     Only those with parameters, none of which is used elsewhere: tied weights belong to the root.
     """
@@ -160,12 +160,13 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [block for block in found if all(holders[p] == 1 and p not in outside for p in block.parameters())]
 
 
-def _elements(module: nn.Module) -> Iterator[nn.Module]:
-    if isinstance(module, nn.ModuleList | nn.Sequential):
-        yield from module
+def _elements(module: nn.Module, is_listed: bool = False) -> Iterator[nn.Module]:
+    if is_listed and not isinstance(module, nn.ModuleList | nn.ModuleDict):  # FSDP2 needs the hooks of a forward pass
+        yield module
         return
-    for child in module.children():
-        yield from _elements(child)
+    for child in module._modules.values():  # a layer in two places comes twice, unlike in children()
+        if child is not None:
+            yield from _elements(child, is_listed or isinstance(module, nn.ModuleList | nn.Sequential))
 
 
 def begin_micro_batch(model: nn.Module, stage: int, *, is_last: bool) -> None:
