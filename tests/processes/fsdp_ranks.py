@@ -25,6 +25,7 @@ from onebit.model_parallel import local
 from onebit.optimizer import CompressedOptimizer
 from onebit.zero.grid import Grid
 from onebit.zero.parallel import fsdp
+from onebit.zero.utils import set_z3_leaf_modules
 
 CASES = case = Cases()
 
@@ -308,6 +309,12 @@ class Nest(Choosing):
         return checkpoint(block, h, plan, use_reentrant=False) if self.checkpoints else block(h, plan)
 
 
+def kept_whole() -> Choosing:
+    net = Choosing()
+    set_z3_leaf_modules(net, [nn.ModuleList])
+    return net
+
+
 class Experts(nn.Module):
     def __init__(self, experts: nn.ModuleList) -> None:
         super().__init__()
@@ -385,6 +392,7 @@ def ranks_use_other_parts(here: Grid) -> dict[str, dict]:
         "3, nested": uses_of(here, 3, Nest, [name for name in USES if name != "another head"]),
         "3, nested, checkpointed": uses_of(here, 3, lambda: Nest(True), ["its own"]),
         "3, nested, bf16": uses_of(here, 3, Nest, ["a window"], **low),
+        "3, kept whole": uses_of(here, 3, kept_whole, ["its own", "another head"]),
         "3, all the same": uses_of(here, 3, Choosing, ["all skip one"]),
     }
 

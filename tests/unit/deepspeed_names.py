@@ -153,6 +153,8 @@ SIGNATURES = """
         safe_get_local_grad(param)
         safe_get_local_fp32_param(param)
         safe_get_local_optimizer_state(param, optim_state_key)
+    utils/z3_leaf_module.py -> utils
+        set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
     utils/logging.py -> utils
         log_dist(message, ranks, level)
     runtime/dataloader.py -> utils

@@ -491,6 +491,27 @@ def test_layers_in_containers_are_sharded_one_by_one(start: object) -> None:
     assert all(torch.equal(plain[name], sharded[name]) for name in plain)
 
 
+class Pair(InDicts):
+    pass
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Pair()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "marked", "blocks"),
+    [([Pair], 1, 1), ([InDicts], 1, 1), (["Pair"], 1, 1), ([f"{__name__}.Pair"], 1, 1), ([nn.ModuleDict], 2, 0)],
+)
+def test_modules_of_a_class_are_gathered_as_one(kinds: list, marked: int, blocks: int) -> None:
+    net = Wrapped()
+    assert len(zero.utils.set_z3_leaf_modules(net, kinds)) == marked and len(blocks_of(net)) == blocks
+    refused(ValueError, "Wrapped has no module of the classes", zero.utils.set_z3_leaf_modules, net, [nn.Conv2d])
+    assert zero.utils.set_z3_leaf_modules(net, [nn.Conv2d], raise_if_not_found=False) == []
+
+
 def test_a_method_that_meets_shards_names_the_option(start: object) -> None:
     engine, *_ = start("dense, stage 3", Encoder())
     assert engine.size() == 81

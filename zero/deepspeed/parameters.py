@@ -17,7 +17,7 @@ import enum
 import itertools
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +31,7 @@ from ...comm.messages import call_of_all, gather_bytes
 from ...layout.masters import master_of
 from ...model_parallel import gathered, like, local
 from ..checkpoint.reshard import fill
+from ..parallel.fsdp import keep_whole
 from .engine import DeepSpeedEngine
 
 log = logging.getLogger(__name__)
@@ -192,6 +193,34 @@ def Init(
             "each rank builds only its own layers"
         )
     return nullcontext()
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Gather each module of these classes as one at stage 3, so that ranks may run different parts of it. Returns them.
+
+    Call it before `initialize`. A layer of a list is gathered as one in any case, with the experts in it.
+
+    Args:
+        model: The model.
+        leaf_module_classes: Classes, or their names, with the module's name or without.
+        raise_if_not_found: False: a model without such modules stays as it is. Default True.
+
+    Raises:
+        ValueError: The model has no such module.
+    """
+    kinds = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
+
+    def is_named(kind: type) -> bool:
+        return not {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}.isdisjoint(leaf_module_classes)
+
+    found = [module for module in model.modules() if isinstance(module, kinds) or is_named(type(module))]
+    if not found and raise_if_not_found:
+        raise ValueError(f"{type(model).__name__} has no module of the classes {list(leaf_module_classes)}")
+    for module in found:
+        keep_whole(module)
+    return found
 
 
 @contextmanager

@@ -151,18 +151,27 @@ def bring_near(model: nn.Module, device: torch.device) -> None:
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The layers of a model: the elements of its outermost ModuleLists and Sequentials, or of containers in these.
 
+    What `keep_whole` has marked is not divided further.
+
     Only those with parameters, none of which is used elsewhere: tied weights belong to the root.
     """
-    found = [block for block in _elements(model) if any(True for _ in block.parameters())]
+    found = [block for block in _elements(model) if block is not model and any(True for _ in block.parameters())]
     inside = {module for block in found for module in block.modules()}
     outside = {p for m in model.modules() if m not in inside for p in m.parameters(recurse=False)}
     holders = Counter(p for block in found for p in block.parameters())
     return [block for block in found if all(holders[p] == 1 and p not in outside for p in block.parameters())]
 
 
+def keep_whole(module: nn.Module) -> None:
+    """Mark a module as one block, within which ranks may run different parts."""
+    module.__dict__["is_one_block"] = True
+
+
 def _elements(module: nn.Module, is_listed: bool = False) -> Iterator[nn.Module]:
-    if is_listed and not isinstance(module, nn.ModuleList | nn.ModuleDict):  # FSDP2 needs the hooks of a forward pass
-        yield module
+    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)  # without a forward pass, whose hooks FSDP2 needs
+    if (is_listed and not is_container) or "is_one_block" in module.__dict__:
+        if not is_container:  # else its parameters are gathered with the block around it
+            yield module
         return
     for child in module._modules.values():  # a layer in two places comes twice, unlike in children()
         if child is not None:

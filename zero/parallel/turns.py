@@ -240,7 +240,7 @@ class _Turns:
             raise DesyncError(
                 f"rank {self._transport.rank} of the shards {here}, rank {unlike[0]} {there}: at stage {self._stage} "
                 "all ranks of a node must run the same blocks of the model in the same order; use stage 2, where "
-                "they need not, or make what they choose between part of one block"
+                "they need not, or gather what they choose between as one: utils.set_z3_leaf_modules(model, [Class])"
             )
         bits = 0
         for row in rows:

@@ -10,6 +10,7 @@ from ..deepspeed.parameters import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
+    set_z3_leaf_modules,
 )
 from ..deepspeed.utils import RepeatingLoader, log_dist, logger
 
@@ -17,5 +18,5 @@ __all__ = [
     "RepeatingLoader", "log_dist", "logger", "safe_get_full_fp32_param", "safe_get_full_grad",
     "safe_get_full_optimizer_state", "safe_get_local_fp32_param", "safe_get_local_grad",
     "safe_get_local_optimizer_state", "safe_set_full_fp32_param", "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
+    "safe_set_full_optimizer_state", "set_z3_leaf_modules",
 ]  # fmt: skip
