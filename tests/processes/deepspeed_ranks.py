@@ -228,6 +228,8 @@ def topologies() -> list[float]:
             found.append(float(total))
         found += [grid.get_stage_id(), grid.get_data_parallel_rank(), grid.get_slice_parallel_rank(),
                   grid.get_model_parallel_world_size(), grid.stage_to_global(sizes[0] - 1)]  # fmt: skip
+        last = grid.get_stage_id() == sizes[0] - 1
+        assert (grid.is_first_stage, grid.is_last_stage) == (grid.get_stage_id() == 0, last)
     return found
 
 

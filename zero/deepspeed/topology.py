@@ -145,6 +145,7 @@ class PipelineParallelGrid:
         sizes = {axis: max(1, topology.get_dim(axis)) for axis in ("pipe", "data", "model")}
         self.pipe_parallel_size, self.data_parallel_size, self.slice_parallel_size = sizes.values()
         self.model_parallel_size = self.slice_parallel_size
+        self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
         alone = [[rank] for rank in range(self.world_size)]
         replicas = [topology.get_axis_list("data", k) for k in range(topology.get_dim("data"))]
         self.pp_group, self.pp_proc_group = self._group(topology.get_axis_comm_lists("pipe") or alone)
