@@ -270,6 +270,7 @@ TOP_LEVEL = {
     "graph_harvesting": Inert(BOOL, "there are no captured graphs", fine=(False,)),
     "disable_python_gc": Inert(BOOL, "call gc.disable() in the script", fine=(False,)),
     "vocabulary_size": Inert(INT, "nothing here depends on it"),
+    "data_parallel_size": Inert(INT, "the ranks that do not share a model divide the data"),
     "use_data_before_expert_parallelism": Inert(BOOL, "there is no expert parallelism", fine=(False,)),
     "timers": Inert(OBJECT, "see wall_clock_breakdown"),
     "amp": Inert(_SWITCH | {"opt_level": TEXT, "loss_scale": ANYTHING}, 'write "fp16" or "bf16"', refused=True),
