@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -182,7 +183,8 @@ class Guard:
         if self._engine.sharding.passes != self._passes:
             return True
         if self._engine.micro_steps_of_step == 0:
-            return any(p.grad is not None for p in self._optimized)
+            groups = self._engine.optimizer.param_groups  # shards get theirs if a script looks: safe_get_full_grad
+            return any(p.grad is not None for p in chain(self._optimized, *(group["params"] for group in groups)))
         return any(not mark.is_still(p) for p, mark in self._marks.items())
 
     def before_update(self) -> None:

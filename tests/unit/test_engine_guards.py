@@ -264,6 +264,15 @@ def test_gradients_of_a_plain_backward_pass_are_refused(start: object, form: str
         step(engine)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_of_a_plain_backward_pass_are_refused_after_a_look_at_them(start: object, stage: int) -> None:
+    """Without the loss scale, they would be divided by it in the step."""
+    engine, *_ = start(config={"zero_optimization": {"stage": stage}, "fp16": {"enabled": True}})
+    engine(batch()).square().mean().backward()
+    zero.utils.safe_get_full_grad(next(engine.module.parameters()))
+    refused(RuntimeError, r"engine\.backward\(loss\)", engine.step)
+
+
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "dense, stage 3"])
 def test_the_model_of_a_closed_engine_trains_in_another(start: object, form: str) -> None:
     first, *_ = start(form)
