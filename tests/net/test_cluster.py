@@ -168,6 +168,11 @@ def test_first_failure_ends_the_others_and_is_the_exit_status(cluster: Cluster) 
 
 
 @pytest.mark.net
+def test_failure_of_all_hosts_at_once_is_the_exit_status(cluster: Cluster) -> None:
+    assert {cluster.run(["false"], launcher="none").status for _ in range(30)} == {1}
+
+
+@pytest.mark.net
 def test_timeout_ends_even_what_hides(cluster: Cluster) -> None:
     marker = f"6{uuid.uuid4().int % 10**9}"
     command = ["sh", "-c", f"trap '' TERM; setsid sleep {marker} & wait"]

@@ -142,6 +142,8 @@ class _Daemon:
                 os.close(fd)
 
     def _signal(self, connection: socket.socket) -> None:
+        if connection not in self.commands:  # its command's end came in the same round of events, and closed it
+            return
         try:
             numbers = connection.recv(16)
         except OSError:
