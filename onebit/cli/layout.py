@@ -19,6 +19,8 @@ Draws a layout of block-sparse attention: a row for each block of queries, a col
 shows the share of earlier tokens (of all tokens, if bidirectional) that reaches a token, by the number of layers.
 """
 
+_MOST_BLOCKS = 8192
+
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="onebit layout", description=_ABOUT)
@@ -34,9 +36,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--png", type=Path, metavar="FILE", help="write a picture of all heads to FILE")
     add("--json", type=Path, metavar="FILE", help="write the numbers to FILE; - is standard output")
     args = parser.parse_args(argv)
-    for name in ("length", "heads", "layers", "width"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}: expected at least 1, got {getattr(args, name):g}")
+    for name in ("length", "block", "heads", "layers", "width"):
+        if (given := getattr(args, name)) is not None and given < 1:
+            parser.error(f"--{name}: expected at least 1, got {given:g}")
     if not 0 <= args.head < args.heads:
         parser.error(f"--head: expected one of the {args.heads} heads, from 0, got {args.head}")
     return args
@@ -45,21 +47,28 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _config(args: argparse.Namespace) -> SparsityConfig:
     """The configuration of the argument: a mode's name, JSON or a file. Raises UserError."""
     text: str = args.what
+    asked = {"block": args.block, "attention": args.attention}
     try:
-        if not text.lstrip().startswith("{") and text not in MODES and Path(text).suffix == ".json":
-            text = Path(text).read_text(encoding="utf-8")
-        given = json.loads(text) if text.lstrip().startswith("{") else {"mode": text, "block": 64}
-        given = given.get("sparse_attention", given)
-        asked = {"block": args.block, "attention": args.attention}
+        if text in MODES:
+            given = {"mode": text, "block": 64}
+        else:
+            given = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+            given = given.get("sparse_attention", given)
         given = {"attention": UNIDIRECTIONAL} | given | {name: value for name, value in asked.items() if value}
         return read_sparsity(given)
-    except (OSError, TypeError, ValueError) as wrong:
-        raise UserError(str(wrong)) from wrong
+    except (OSError, AttributeError, TypeError, ValueError) as wrong:
+        modes = ", ".join(MODES)
+        raise UserError(f"MODE: expected {modes}, or a JSON object or its file, got {text!r}: {wrong}") from wrong
 
 
 def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
     config, length, screen = _config(args), int(args.length), Screen()
+    if length > _MOST_BLOCKS * config.block:
+        raise UserError(
+            f"expected at most {_MOST_BLOCKS:,} blocks, as every two of them are compared, got --length {length:,} in "
+            f"blocks of {config.block}; give a larger --block or fewer tokens"
+        )
     layout = build_layout(config, args.heads, length)
     screen.line(draw(layout, args.head, args.width))
     rows = [

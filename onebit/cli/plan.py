@@ -168,14 +168,22 @@ def answer(args: argparse.Namespace) -> Answer:
     """The plans that the options ask for. Raises ValueError if they are out of range or contradict each other."""
     Run(args.params, args.hosts, args.ranks_per_host)  # checks the numbers that all kinds have
     is_one = args.hosts == args.ranks_per_host == 1
-    if args.device_gb is not None or args.host_gb is not None:
+    is_offload = args.device_gb is not None or args.host_gb is not None
+    if (args.serve is not None) + (args.sequence is not None) + is_offload > 1:
+        raise ValueError(
+            "expected one of --serve, --sequence and offload (--device-gb, --host-gb); plan each by itself"
+        )
+    for kind, is_asked, names in (
+        ("serving: add --serve", args.serve is not None, ("rows", "memory")),
+        ("a split sequence: add --sequence", args.sequence is not None, ("window", "kv")),
+        ("offload: add --device-gb or --host-gb", is_offload, ("trained", "ratio")),
+    ):
+        if not is_asked and any(getattr(args, name) is not None for name in names):
+            raise ValueError(f"{' and '.join(f'--{name}' for name in names)} belong to {kind}")
+    if is_offload:
         return _offload(args) if is_one else _encode(args)
     if args.sequence is not None:
         return _sequence(args)
-    if args.window is not None or args.kv is not None:
-        raise ValueError("--window and --kv belong to a split sequence: add --sequence")
-    if args.trained is not None or args.ratio is not None:
-        raise ValueError("--trained and --ratio belong to offload: add --device-gb or --host-gb")
     return _train(args) if args.serve is None else _serve(args)
 
 
@@ -191,8 +199,9 @@ def _train(args: argparse.Namespace) -> Answer:
 
 def _serve(args: argparse.Namespace) -> Answer:
     layers, width = args.serve
-    speeds = {"link_bits_per_s": args.link, "memory_bytes_per_s": args.memory * 1e9, "flops_per_s": args.tflops * 1e12}
-    run = ServeRun(args.params, layers, width, args.dtype, args.rows, **speeds)
+    memory, rows = 20.0 if args.memory is None else args.memory, 1 if args.rows is None else args.rows
+    speeds = {"link_bits_per_s": args.link, "memory_bytes_per_s": memory * 1e9, "flops_per_s": args.tflops * 1e12}
+    run = ServeRun(args.params, layers, width, args.dtype, rows, **speeds)
     ranks = args.hosts * args.ranks_per_host
     return Answer(run, serving_table(run, ranks), [plan for n in sorted({1, ranks}) for plan in serving_plans(run, n)])
 
@@ -282,8 +291,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--compute", type=amount, default=0.0, metavar="SECONDS", help="seconds of a step without traffic, which hide "
         "a part of the traffic (default: 0)")  # fmt: skip
     add("--serve", type=shape, metavar="LAYERSxWIDTH", help="plan init_inference instead: the cost of a token")
-    add("--rows", type=int, default=1, help="with --serve: prompts answered at once (default: 1)")
-    add("--memory", type=amount, default=20.0, metavar="GB/s", help="with --serve: bandwidth of memory (default: 20)")
+    add("--rows", type=int, help="with --serve: prompts answered at once (default: 1)")
+    add("--memory", type=amount, metavar="GB/s", help="with --serve: bandwidth of memory (default: 20)")
     add("--sequence", type=attention_shape, metavar="LAYERSxWIDTHxHEADS[xGROUPS]", help="plan sequence_parallel: one "
         "sequence of --tokens over all ranks, each of --tflops")  # fmt: skip
     add("--kv", choices=SEQUENCE_CODECS, help="with --sequence: format in which keys and values travel "

@@ -53,6 +53,16 @@ def test_usage_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["doctor", "--params", "1m", "--compute", "-1"], "at least 0, got '-1'"),
         (["doctor", "--params", "1m", "--model", "gpt2"], "not allowed with"),
         (["plan", "--params", "1b", "--hosts", "0"], "got 1e+09 parameters, 0 hosts of 1 ranks and 1e+09 bit/s\n"),
+        (
+            ["plan", "--params", "1b", "--hosts", "2", "--rows", "4"],
+            "--rows and --memory belong to serving: add --serve",
+        ),
+        (["plan", "--params", "1b", "--hosts", "2", "--kv", "int8"], "belong to a split sequence: add --sequence"),
+        (
+            ["plan", "--params", "1b", "--hosts", "2", "--serve", "2x64", "--device-gb", "8"],
+            "one of --serve, --sequence and offload",
+        ),
+        (["layout", "fixed", "--block", "0"], "--block: expected at least 1, got 0"),
         (["emulate", "--hosts", "2"], "no command"),
         (["launch", "--num_gpus", "0", "train.py"], "--num_gpus: expected at least 1, got 0"),
         (["run", "--", "true"], "--join"),
@@ -78,6 +88,25 @@ def test_what_cannot_be_done_ends_with_one_line(
     assert capsys.readouterr().err == (
         "onebit layout: --png /nowhere/x.png cannot be written: No such file or directory\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["dense", "--length", "1g"], "at most 8,192 blocks"),
+        (["nothing.json"], "No such file"),
+        (["notes.txt"], "notes.txt': Expecting value"),
+        (["list.json"], "list.json': 'list' object"),
+    ],
+)
+def test_a_layout_that_cannot_be_drawn(
+    words: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("dense, I think")
+    Path("list.json").write_text("[1]")
+    assert main(["layout", *words]) == 1
+    assert complaint in capsys.readouterr().err
 
 
 def test_the_doctor_says_what_is_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
