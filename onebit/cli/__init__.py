@@ -7,7 +7,9 @@ are imported when their command runs. This is the outermost layer: it may import
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -45,8 +47,33 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: 0 success; 1 failure; 2 wrong arguments; 130 interrupted."""
+    """Run one command. Exit status: 0 success; 1 failure; 2 wrong arguments; 130 interrupted; 141 output unread."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # What the caller has closed (>&-) is None.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # Python's own flush, at exit, fails with a traceback
+    except BrokenPipeError:
+        _drop_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"onebit: output cannot be written: {error.strerror}; free some, or write elsewhere", file=sys.stderr)
+        _drop_output()
+        return 1
+
+
+def _drop_output() -> None:
+    """Let what waits to be written to standard output go nowhere, as no one can take it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage(), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
@@ -66,5 +93,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:
-        return 128 + signal.SIGPIPE

@@ -109,6 +109,21 @@ def test_a_layout_that_cannot_be_drawn(
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--version"], ["plan", "--params", "1b", "--hosts", "2"]])
+def test_output_may_be_closed_or_full(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(words) == 0
+    sys.stdout.close()
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(words) == 1
+    assert capsys.readouterr().err == (
+        "onebit: output cannot be written: No space left on device; free some, or write elsewhere\n"
+    )
+
+
 def test_the_doctor_says_what_is_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "doctor.json"
     assert main(["doctor", "--json", str(file)]) == 0
