@@ -507,6 +507,7 @@ TWO["different_groups"]["other"] = {"params": {"dense_ratio": 0.3}, "modules": [
         (wrong("sparse_pruning", {"modules": ["atention"]}), "'atention' finds no module; there are bytes"),
         (wrong("sparse_pruning", {"modules": ["norm$"]}), "finds .* alone .LayerNorm.: no Linear"),
         ({"sparse_pruning": TWO}, "blocks.1.qkv is in the groups 'all' and 'other'; a module is in one group"),
+        (wrong("sparse_pruning", {"modules": []}), "modules: expected patterns, got none"),
         (wrong("sparse_pruning", {"modules": ["(qkv"]}), "'.qkv' is no regular expression"),
         (wrong("sparse_pruning", {"params": {"dense_ratio": 0}}), "dense_ratio: expected a number above 0"),
         (wrong("sparse_pruning", {"params": {"dens_ratio": 0.5}}), 'unknown key "dens_ratio"; did you mean'),

@@ -242,7 +242,9 @@ def _group(technique: str, name: str, given: object, params_type: type[Params], 
     data = read_object(given, where, reading)
     refuse_unknown(data, ["params", "modules", "related_modules"], where, reading)
     params = read_block(params_type, data.get("params") or {}, f"{where}.params", reading)
-    patterns = _patterns(data.get("modules") or [ALL_MODULES], f"{where}.modules", reading)
+    patterns = _patterns(data.get("modules", [ALL_MODULES]), f"{where}.modules", reading)
+    if not patterns:
+        raise ValueError(f'{reading.at(where)}.modules: expected patterns, got none; "{ALL_MODULES}" finds all modules')
     given_related = data.get("related_modules")
     if not given_related:
         return Group(name, params, patterns)
