@@ -11,14 +11,14 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from . import arrivals
-from .arrivals import Arrival, End, Start, from_where, listed
+from .arrivals import Arrival, End, Start, from_where
 from .base import PeerError
 from .edge import ANSWER_S, STORE_S, reason
 from .hanging import call_within, connections
@@ -116,12 +116,17 @@ class Rendezvous:
         """The error if all ranks came, but not all connected to each other. Every rank that failed calls it at once."""
         self._write(_FAILED, f"{self._me.rank}\n")
         time.sleep(_LINGER_S)
-        here = set(map(int, self._read(_FAILED).split()))
+        absent = sorted(set(range(self._me.world_size)) - set(map(int, self._read(_FAILED).split())))
         self._linger()
-        return self._missing(
-            f"not all ranks connect to each other ({why}); all came, {from_where(self._came)}; still here: "
-            f"{listed(sorted(here))}",
-            sorted(set(range(self._me.world_size)) - here),
+        first = (
+            f"Missing: {names_of(absent)}; look at the logs of missing ranks first, then"
+            if absent
+            else "None is missing;"
+        )
+        return PeerError(
+            f"{self._who()}: not all ranks connect to each other ({why}); all came, {from_where(self._came)}. {first} "
+            "check for a firewall between their hosts, and the interfaces (GLOO_SOCKET_IFNAME)",
+            absent,
         )
 
     def _error(self, start: Start, end: End) -> PeerError | ValueError:
@@ -130,15 +135,9 @@ class Rendezvous:
         who = f"{len(start.here)} of {start.world_size} ranks came in {end.timeout_s:g} s"
         if start.is_complete:
             who = f"all {start.world_size} ranks came in {end.timeout_s:g} s, but not all answer any more"
-        return self._missing(f"{who}: {from_where(start.here.values())}", start.absent())
-
-    def _missing(self, what: str, absent: Sequence[int]) -> PeerError:
-        hint = (
-            f"Missing: {names_of(absent)}; look at the logs of missing ranks first, then check WORLD_SIZE and RANK"
-            if absent
-            else "None is missing; check for a firewall between their hosts, and the interfaces (GLOO_SOCKET_IFNAME)"
-        )
-        return PeerError(f"{self._who()}: {what}. {hint}", absent)
+        absent = start.absent()
+        hint = f"Missing: {names_of(absent)}; look at the logs of missing ranks first, then check WORLD_SIZE and RANK"
+        return PeerError(f"{self._who()}: {who}: {from_where(start.here.values())}. {hint}", absent)
 
     def _write(self, key: str, line: str) -> None:
         self._ask(lambda: self.store.append(key, line))  # type: ignore[attr-defined]
