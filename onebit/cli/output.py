@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from . import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
+_UNBOUNDED = 100_000
 PLAIN = "rich is not installed, so this is plain text: pip install onebit[train]"
 
 
@@ -24,17 +26,23 @@ def has_rich() -> bool:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under headings. words: number of columns on the left with words; the others have numbers."""
+    """Rows of cells under headings.
+
+    words: number of columns on the left with words; the others have numbers. Of several, the last may be wrapped.
+    """
 
     title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     words: int = 1
 
+    def widths(self) -> list[int]:
+        """Characters of each column."""
+        return [max(len(line[k]) for line in (self.headings, *self.rows)) for k in range(len(self.headings))]
+
     def text(self) -> str:
         """The table as plain text."""
-        lines = [self.headings, *self.rows]
-        widths = [max(len(line[k]) for line in lines) for k in range(len(self.headings))]
+        lines, widths = [self.headings, *self.rows], self.widths()
         shown = [
             "  ".join(f"{cell:<{width}}" if k < self.words else f"{cell:>{width}}"
                       for k, (cell, width) in enumerate(zip(line, widths, strict=True)))
@@ -53,8 +61,8 @@ class Screen:
         if not is_quiet and has_rich():
             from rich.console import Console
 
-            # A file or a pipe has no width: leave room for wide tables.
-            self._console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+            # Tables are as wide as their cells. rich would cut these to fit a terminal, numbers and names included.
+            self._console = Console(highlight=False, soft_wrap=True, width=_UNBOUNDED)
         self._has_said = False
 
     def line(self, text: str = "") -> None:
@@ -78,8 +86,11 @@ class Screen:
         from rich.text import Text
 
         shown = RichTable(title=table.title, title_justify="left", title_style="bold")
+        prose = table.words - 1 if table.words > 1 else None
+        others = sum(width + 3 for k, width in enumerate(table.widths()) if k != prose)
         for k, heading in enumerate(table.headings):
-            shown.add_column(heading, justify="left" if k < table.words else "right", no_wrap=True)
+            wraps_at = max(20, shutil.get_terminal_size((160, 24)).columns - others - 4) if k == prose else None
+            shown.add_column(heading, justify="left" if k < table.words else "right", max_width=wraps_at)
         for row in table.rows:
             shown.add_row(*map(Text, row))  # not markup: a cell may be a stranger's text
         self._console.print(shown)

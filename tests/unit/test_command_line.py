@@ -134,6 +134,18 @@ def test_the_doctor_says_what_is_here(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "cannot be written: No such file" in capsys.readouterr().err
 
 
+def test_a_narrow_terminal_cuts_no_cell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    prose = "; ".join(f"fact-{k}" for k in range(40))
+    Screen().table(Table("Facts", ("", ""), [["a name that is somewhat longer", prose]], 2))
+    said = capsys.readouterr().out
+    assert "a name that is somewhat longer" in said and all(f"fact-{k}" in said for k in range(40)), said
+    assert max(map(len, said.splitlines())) <= 60
+    Screen().table(Table("Numbers", ["heading"] * 30, [[f"{k}.12345" for k in range(30)]]))
+    said = capsys.readouterr().out
+    assert all(f" {k}.12345 " in said for k in range(30)), said
+
+
 def test_without_rich_tables_are_plain_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
