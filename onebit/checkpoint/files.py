@@ -125,6 +125,18 @@ def create(path: Path) -> Iterator[io.BufferedWriter[SummedFile]]:
         raise OSError(raw.failure.errno, raw.failure.strerror, str(path)) from error
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A hidden path beside `path`. The file that the block writes there replaces `path`; none stays if it raises."""
+    hidden = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
+    try:
+        yield hidden
+        os.replace(hidden, path)
+    except BaseException:
+        remove(hidden)
+        raise
+
+
 def sum_of(path: Path) -> Sum:
     """Sum of a file on disk. Reads all of it, through 1 MiB of memory. Raises OSError."""
     with open_regular(path) as file:

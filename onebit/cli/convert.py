@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..checkpoint.archive import load_archive
 from ..checkpoint.change_world_size import gather_states
-from ..checkpoint.files import STAMP, CheckpointError, create, reason
+from ..checkpoint.files import STAMP, CheckpointError, create, reason, replacing
 from ..checkpoint.portable import take_apart
 from ..comm import SimTransport
 from ..onebit_adam import OnebitAdam
@@ -364,5 +364,5 @@ def _write(weights: Weights, target: Path) -> None:
 
 
 def _save(content: object, target: Path) -> None:
-    with create(target) as file:
+    with replacing(target) as hidden, create(hidden) as file:
         torch.save(content, file)

@@ -12,7 +12,7 @@ from ..zero.sparse_attention import SparsityConfig, build_layout, draw, reach, r
 from ..zero.sparse_attention.config import BIDIRECTIONAL, MODES, UNIDIRECTIONAL
 from . import UserError
 from .numbers import number
-from .output import Screen, Table, write_json
+from .output import Screen, Table, write_json, write_whole
 
 _ABOUT = """\
 Draws a layout of block-sparse attention: a row for each block of queries, a column for each block of keys. The table
@@ -81,10 +81,7 @@ def main(argv: Sequence[str]) -> int:
     )
     screen.table(Table(title, ("layers", "share that is seen", "tokens back"), rows))
     if args.png is not None:
-        try:
-            save_picture(layout, args.png)
-        except OSError as error:
-            raise UserError(f"--png {args.png} cannot be written: {error.strerror}") from error
+        write_whole("--png", args.png, lambda part: save_picture(layout, part))
     numbers = {"density": layout.density, "blocks": layout.rows, "heads": args.heads}
     found = [asdict(seen) for seen in reach(layout, args.layers, args.head)]
     write_json(args.json, numbers | {"reach": found})

@@ -6,11 +6,13 @@ import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checkpoint.files import replacing
 from . import UserError
 
 if TYPE_CHECKING:
@@ -110,21 +112,17 @@ def write_json(path: Path | None, record: object) -> None:
     if str(path) == "-":
         sys.stdout.write(text)
         return
-    write_whole("--json", path, text)
+    write_whole("--json", path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
-def write_whole(option: str, path: Path, text: str) -> None:
+def write_whole(option: str, path: Path, write: Callable[[Path], object]) -> None:
     """Write an option's file, which others may read at any time. Raises UserError, and leaves an old file, if it fails.
 
     A link, and what is no file, as a pipe, is written to in place.
     """
     is_in_place = path.is_symlink() or (path.exists() and not path.is_file())
-    part = path if is_in_place else path.with_name(f"{path.name}.part")
     try:
-        part.write_text(text, encoding="utf-8")
-        if not is_in_place:
-            part.replace(path)
+        with nullcontext(path) if is_in_place else replacing(path) as file:
+            write(file)
     except OSError as error:
-        if not is_in_place:
-            part.unlink(missing_ok=True)
         raise UserError(f"{option} {path} cannot be written: {error.strerror}") from error

@@ -82,7 +82,8 @@ def _show(screen: Screen, args: argparse.Namespace, status: Status) -> None:
         screen.table(table)
     write_json(args.json, {"address": args.address, **asdict(status)})
     if args.html is not None:
-        write_whole("--html", args.html, page(args.address, status, args.watch))
+        shown = page(args.address, status, args.watch)
+        write_whole("--html", args.html, lambda part: part.write_text(shown, encoding="utf-8"))
 
 
 # ---------------------------------------------------------------- words

@@ -9,7 +9,6 @@ run's number and the step, which distinguishes files of different saves.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TypeVar, cast, overload
 import torch
 
 from ..checkpoint.archive import load_archive
-from ..checkpoint.files import CheckpointError, create, reason, remove
+from ..checkpoint.files import CheckpointError, create, reason, replacing
 from ..comm import PeerError, Transport
 from ..comm.messages import gather_texts, raise_on_all_ranks
 from ..optimizer import CompressedOptimizer
@@ -48,15 +47,8 @@ def write(file: Path, state: State, rank: int) -> None:
     """Write this rank's state beside the framework's file, which contains rank 0's. Replaces an old file atomically."""
     if rank == 0:
         return
-    target = path_of(file, rank)
-    hidden = target.with_name(f".{target.name}.{secrets.token_hex(8)}.new")
-    try:
-        with create(hidden) as out:
-            torch.save(state, out)
-        os.replace(hidden, target)
-    except BaseException:
-        remove(hidden)
-        raise
+    with replacing(path_of(file, rank)) as hidden, create(hidden) as out:
+        torch.save(state, out)
 
 
 def load(file: Path, first: State, optimizer: CompressedOptimizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import json
 import os
 import subprocess
@@ -176,6 +177,15 @@ def test_a_file_is_old_or_new_for_those_who_read_it(tmp_path: Path, monkeypatch:
         with pytest.raises(UserError, match=r"--json .*numbers\.json cannot be written: No space left on device"):
             write_json(file, [2, 3])
     assert json.loads(file.read_text()) == 1 and list(tmp_path.iterdir()) == [file]
+
+    def full_of_bytes(path: Path, data: bytes) -> int:
+        write(path, "P")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full_of_bytes)
+        assert main(["layout", "dense", "--length", "64", "--png", str(tmp_path / "x.png")]) == 1
+    assert list(tmp_path.iterdir()) == [file]
     link = tmp_path / "link.json"
     link.symlink_to(file)
     write_json(link, 4)

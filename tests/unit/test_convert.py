@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import pickle
@@ -348,6 +350,21 @@ def test_torchs_files_there_and_back(tmp_path: Path) -> None:
     assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b.safetensors")]) == 0
     assert main(["convert", str(tmp_path / "b.safetensors"), str(tmp_path / "c.pt")]) == 0
     assert same(torch.load(tmp_path / "c.pt", weights_only=True), model)
+
+
+@pytest.mark.parametrize("name", ["new.pt", "new.safetensors"])
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    torch.save({"x": torch.ones(4)}, tmp_path / "old.pt")
+
+    def full(tensors: object, file: Any, **options: object) -> None:
+        with open(file, "wb") if isinstance(file, Path) else contextlib.nullcontext(file) as out:
+            out.write(b"begun")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    assert main(["convert", str(tmp_path / "old.pt"), str(tmp_path / name)]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["old.pt"]
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,8 @@ def _run_command(options: argparse.Namespace) -> int:
         print(f"onebit emulate: ended after --timeout {options.timeout:g} s", file=sys.stderr)
     print(f"\n{options.hosts} hosts at {options.rate}, {run.seconds:.1f} s\n{_table(run)}", file=sys.stderr)
     if options.stats is not None:
-        write_whole("--stats", options.stats, json.dumps(_statistics(options, run), indent=1) + "\n")
+        text = json.dumps(_statistics(options, run), indent=1) + "\n"
+        write_whole("--stats", options.stats, lambda part: part.write_text(text, encoding="utf-8"))
     return run.status
 
 
