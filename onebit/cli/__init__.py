@@ -60,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _drop_output()
         return 128 + signal.SIGPIPE
+    except UnicodeEncodeError as error:
+        print(
+            f"onebit: output in {error.encoding} cannot have these characters; set PYTHONIOENCODING=utf-8",
+            file=sys.stderr,
+        )
+        return 1
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

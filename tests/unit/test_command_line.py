@@ -125,6 +125,15 @@ def test_output_may_be_closed_or_full(
     )
 
 
+def test_output_may_lack_characters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with io.TextIOWrapper(io.BytesIO(), encoding="latin-1") as latin:
+        monkeypatch.setattr(sys, "stdout", latin)
+        assert main(["layout", "dense", "--length", "64"]) == 1
+    assert capsys.readouterr().err == (
+        "onebit: output in latin-1 cannot have these characters; set PYTHONIOENCODING=utf-8\n"
+    )
+
+
 def test_the_doctor_says_what_is_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "doctor.json"
     assert main(["doctor", "--json", str(file)]) == 0
