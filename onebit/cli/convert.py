@@ -346,7 +346,12 @@ def _gradients_of(elements: dict[str, torch.Tensor], group: dict[str, Any], step
 
 
 def _in(dtype: torch.dtype | None, weights: Weights) -> Weights:
-    return {name: x if dtype is None or not x.is_floating_point() else x.to(dtype) for name, x in weights.items()}
+    found = {name: x if dtype is None or not x.is_floating_point() else x.to(dtype) for name, x in weights.items()}
+    for name, x in found.items():
+        if x.dtype != weights[name].dtype and bool((x.isinf() & weights[name].isfinite()).any()):
+            most = torch.finfo(x.dtype).max
+            raise ValueError(f"{name} has elements beyond {most:g}, the largest of {x.dtype}; keep it, or use bf16")
+    return found
 
 
 def _write(weights: Weights, target: Path) -> None:

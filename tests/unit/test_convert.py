@@ -352,6 +352,14 @@ def test_torchs_files_there_and_back(tmp_path: Path) -> None:
     assert same(torch.load(tmp_path / "c.pt", weights_only=True), model)
 
 
+def test_a_weight_that_would_become_infinite_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"fits": torch.ones(2), "large": torch.tensor([1.0, 1e5])}, tmp_path / "old.pt")
+    words = ["convert", str(tmp_path / "old.pt"), str(tmp_path / "new.pt"), "--dtype"]
+    assert main([*words, "fp16"]) == 1 and not (tmp_path / "new.pt").exists()
+    assert "large has elements beyond 65504" in capsys.readouterr().err
+    assert main([*words, "bf16"]) == 0
+
+
 @pytest.mark.parametrize("name", ["new.pt", "new.safetensors"])
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     torch.save({"x": torch.ones(4)}, tmp_path / "old.pt")
