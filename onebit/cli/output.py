@@ -63,8 +63,12 @@ class Screen:
         if not is_quiet and has_rich():
             from rich.console import Console
 
+            class RaisingConsole(Console):
+                def on_broken_pipe(self) -> None:
+                    raise BrokenPipeError  # to `main`, in place of an exit status of 1
+
             # Tables are as wide as their cells. rich would cut these to fit a terminal, numbers and names included.
-            self._console = Console(highlight=False, soft_wrap=True, width=_UNBOUNDED)
+            self._console = RaisingConsole(highlight=False, soft_wrap=True, width=_UNBOUNDED)
         self._has_said = False
 
     def line(self, text: str = "") -> None:

@@ -111,7 +111,7 @@ def test_a_layout_that_cannot_be_drawn(
 
 
 @pytest.mark.parametrize("words", [["--version"], ["plan", "--params", "1b", "--hosts", "2"]])
-def test_output_may_be_closed_or_full(
+def test_output_may_be_closed_full_or_unread(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdout", None)
@@ -120,6 +120,11 @@ def test_output_may_be_closed_or_full(
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert main(words) == 1
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        assert main(words) == 141
     assert capsys.readouterr().err == (
         "onebit: output cannot be written: No space left on device; free some, or write elsewhere\n"
     )
