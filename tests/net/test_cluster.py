@@ -299,6 +299,8 @@ def test_rate_is_read_as_tc_reads_it(text: str, bits_per_s: float | None) -> Non
         (["--rate", "1bit", "--", "true"], "outside 100kbit to 100gbit"),
         (["--ranks-per-host", 0, "--", "true"], "at least 1"),
         (["--timeout", 0, "--", "true"], "more than 0 seconds"),
+        (["--timeout", "nan", "--", "true"], "more than 0 seconds"),
+        (["--timeout", "inf", "--", "true"], "at most 1e+06"),
         (["--stats", "/nowhere/x.json", "--", "true"], "no such folder"),
         (["--hosts", 2], "no command"),
         (["--", "no-such-program"], "no such command"),

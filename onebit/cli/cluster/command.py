@@ -18,6 +18,7 @@ from .machine import MAX_HOSTS
 from .queues import parse_rate
 from .running import TIMED_OUT
 
+_LONGEST_S = 1e6  # the system's own waits end at some three weeks
 _DESCRIPTION = """\
 Shows what your own training gains on a slow network before you buy or rent one: emulates hosts on this machine, joined
 by Ethernet links of the rate you name, runs your command on them, and counts the bytes that each host sent.
@@ -72,8 +73,8 @@ def _complain(options: argparse.Namespace) -> str | None:
         return f"--{error}"
     if options.ranks_per_host < 1:
         return f"--ranks-per-host {options.ranks_per_host}: expected at least 1"
-    if options.timeout is not None and options.timeout <= 0:
-        return f"--timeout {options.timeout:g}: expected more than 0 seconds"
+    if options.timeout is not None and not 0 < options.timeout <= _LONGEST_S:
+        return f"--timeout {options.timeout:g}: expected more than 0 seconds, and at most {_LONGEST_S:g}"
     if options.stats is not None and not options.stats.absolute().parent.is_dir():
         return f"--stats {options.stats}: there is no such folder"
     if not options.command:
