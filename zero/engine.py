@@ -615,7 +615,8 @@ class Engine:
 
         Args:
             save_dir: Folder of the checkpoints.
-            tag: A name; an earlier checkpoint of that name is replaced. Default None: step_ and the step's number.
+            tag: A name. A checkpoint of that name is replaced if this run wrote it or it is of an earlier step. Default
+                None: step_ and the step's number.
             client_state: The caller's values, of each rank; see `tree.pack`. Default None.
             save_latest: Whether `load_checkpoint` without a tag takes this one. Default True.
             exclude_frozen_parameters: Leave out parameters that require no gradients; the model to load into must have
