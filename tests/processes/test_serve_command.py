@@ -180,6 +180,16 @@ def test_pieces_are_whole_if_the_tokenizer_cleans_up_spaces(model: Path, tmp_pat
     assert "".join(pieces) == about.decode(tokens) == said
 
 
+def test_a_name_that_is_no_folder_may_be_a_strangers(caplog: pytest.LogCaptureFixture) -> None:
+    def absent(name: str) -> None:
+        raise OSError(f"{name} is not there")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="runs/mistyped cannot be served"):
+        patch.setattr("transformers.AutoTokenizer.from_pretrained", absent)
+        serve(["runs/mistyped", "--port", "0"])
+    assert "runs/mistyped is no folder here" in caplog.text
+
+
 def test_what_is_refused(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="lets other machines ask"):
         serve([str(model), "--host", "0.0.0.0"])

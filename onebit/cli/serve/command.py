@@ -158,6 +158,10 @@ def _load(args: argparse.Namespace, transport: comm.Transport | None) -> tuple[S
 
     from .app import Served
 
+    if not Path(args.model).exists():
+        log.warning(
+            "%s is no folder here: a model of this name on huggingface.co is served, of whoever owns it", args.model
+        )
     tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
     ranks = {"tensor_parallel": {"tp_size": args.tp}, "pipeline_parallel": {"pp_size": args.pp}}
     keys = {"kernel_inject": args.compile, "max_out_tokens": args.tokens, **ranks}
