@@ -18,7 +18,7 @@ a chunk, B bytes of its frame, J blocks of a chunk.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -245,26 +245,24 @@ def exchange(
 WINDOW = 3
 
 
-def interleave(
-    exchanges: Iterable[Exchange], on_complete: Callable[[int], None] | None = None, window: int = WINDOW
-) -> None:
+def interleave(exchanges: Iterable[Exchange], window: int = WINDOW) -> None:
     """Run exchanges side by side.
 
     Works are waited for in the order of their launch, in which the wire carries them: a second phase begins as soon as
     its first is over. The order of launches depends on the number of phases only, so it is the same on every rank.
 
     Args:
-        exchanges: Generators of Works, taken from the iterable as they start.
-        on_complete: Called with k when exchange k is complete, while others may be under way. Default None.
+        exchanges: Generators of Works, taken from the iterable as they start. The code of one after its last Work runs
+            while others are under way.
         window: Exchanges under way at a time. Default 3.
     """
-    under_way: deque[tuple[int, ExchangeTask]] = deque()
-    for k, exchange in enumerate(exchanges):
-        under_way.append((k, ExchangeTask(exchange)))
+    under_way: deque[ExchangeTask] = deque()
+    for exchange in exchanges:
+        under_way.append(ExchangeTask(exchange))
         while len(under_way) > window:
-            _advance_first(under_way, on_complete)
+            _advance_first(under_way)
     while under_way:
-        _advance_first(under_way, on_complete)
+        _advance_first(under_way)
 
 
 class ExchangeTask:
@@ -296,25 +294,18 @@ class ExchangeTask:
         return self._work is not None
 
 
-def wait_all(tasks: Sequence[ExchangeTask], on_complete: Callable[[int], None] | None = None) -> None:
-    """Complete these exchanges. Those in an earlier phase go first.
-
-    Args:
-        tasks: Exchanges under way.
-        on_complete: Called with k when tasks[k] is complete. Default None.
-    """
-    under_way = deque(sorted(enumerate(tasks), key=lambda each: each[1].phase))
+def wait_all(tasks: Sequence[ExchangeTask]) -> None:
+    """Complete these exchanges, which are under way. Those in an earlier phase go first."""
+    under_way = deque(sorted(tasks, key=lambda task: task.phase))
     while under_way:
-        _advance_first(under_way, on_complete)
+        _advance_first(under_way)
 
 
-def _advance_first(under_way: deque[tuple[int, ExchangeTask]], on_complete: Callable[[int], None] | None) -> None:
-    """Advance the first task by one phase and move it to the end of the queue, or report that it is complete."""
-    k, task = under_way.popleft()
+def _advance_first(under_way: deque[ExchangeTask]) -> None:
+    """Advance the first task by one phase, and move it to the end of the queue unless it is complete."""
+    task = under_way.popleft()
     if task.advance():
-        under_way.append((k, task))
-    elif on_complete is not None:
-        on_complete(k)
+        under_way.append(task)
 
 
 def allreduce_mean(

@@ -18,7 +18,7 @@ import torch
 
 from .. import comm
 from ..agreement.wrappers import NOT_COMPARED, are_alike, gradient_digest, refuse_wrapper, warn_of_averaging
-from ..comm import ExchangeTask, Transport
+from ..comm import Exchange, ExchangeTask, Transport
 from ..membership.residuals import residual_norm
 from ..model_parallel import ModelParallelGroup
 from ..step.replicated import Journal
@@ -166,23 +166,25 @@ class Rounds:
         fragment.shares = self._shares(fragment, ballot, spoilt)
         fragment.begin(step)
         self._stats.phase = "round"
-        exchanges = (
-            bucket.send(self._codec, self._transport, share, keeps_weights=is_delayed)
-            for bucket, share in zip(fragment.buckets, fragment.shares, strict=True)
-        )
+        lands_apart = not (is_delayed or self._transport.ranks_change)  # if a member is lost, no bucket may have landed
+
+        def exchange(bucket: LocalBucket, share: Share) -> Exchange:
+            yield from bucket.send(self._codec, self._transport, share, keeps_weights=is_delayed)
+            if lands_apart:
+                bucket.land(self._codec, self._outer, share)
+
+        exchanges = (exchange(*each) for each in zip(fragment.buckets, fragment.shares, strict=True))
         fragment.move("launch")
         try:
-            if is_delayed or self._transport.ranks_change:
+            if lands_apart:
+                with self._waited.running():
+                    comm.interleave(exchanges)
+            else:
                 fragment.tasks = [ExchangeTask(each) for each in exchanges]
-                if not is_delayed:  # if a member is lost, no bucket may have landed
+                if not is_delayed:
                     self._land(fragment)
                 elif self._transport.ranks_change:
                     self._parts.agree(True)  # all ranks of a member have it under way, or none
-            else:
-                with self._waited.running():
-                    comm.interleave(
-                        exchanges, lambda k: fragment.buckets[k].land(self._codec, self._outer, fragment.shares[k])
-                    )
         except BaseException:
             fragment.discard()  # a further step() raises this error again
             raise

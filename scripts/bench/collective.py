@@ -27,6 +27,7 @@ from onebit.cli.cluster import Cluster, parse_rate
 from onebit.comm import (
     EncodeOutput,
     ErrorFeedback,
+    Exchange,
     SignCodec,
     Transport,
     Wire,
@@ -64,14 +65,12 @@ class Compressed:
         self.wires = [Wire.empty(codec, len(x), transport.world_size) for x in self.xs]
 
     def __call__(self) -> None:
-        parts = list(zip(self.xs, self.efs, self.wires, strict=True))
+        interleave(map(self._average, self.xs, self.efs, self.wires))
 
-        def take(k: int) -> None:
-            x, ef, wire = parts[k]
-            ef.commit()
-            self.codec.decode(wire.frames_WB, x.view(self.transport.world_size, -1))
-
-        interleave((compressed_allreduce(x, ef, self.codec, self.transport, wire) for x, ef, wire in parts), take)
+    def _average(self, x: torch.Tensor, ef: ErrorFeedback, wire: Wire) -> Exchange:
+        yield from compressed_allreduce(x, ef, self.codec, self.transport, wire)
+        ef.commit()
+        self.codec.decode(wire.frames_WB, x.view(self.transport.world_size, -1))
 
 
 def codec_work(elements: int, world_size: int, kernel: str) -> Callable[[], None]:

@@ -162,6 +162,7 @@ class NotedWork:
 def noted(said: list[tuple[str, int, int]], k: int, phases: int = 2) -> Exchange:
     for phase in range(phases):
         yield NotedWork(said, k, phase)
+    said.append(("end", k, phases))
 
 
 def order_of(said: list[tuple[str, int, int]], what: str) -> list[tuple[int, int]]:
@@ -172,10 +173,9 @@ def order_of(said: list[tuple[str, int, int]], what: str) -> list[tuple[int, int
 def test_interleaved_works_are_waited_for_in_the_order_of_their_launch(window: int) -> None:
     """The wire carries them in that order: whoever waits for a later one leaves it idle where phase 2 could begin."""
     said: list[tuple[str, int, int]] = []
-    complete: list[int] = []
-    interleave((noted(said, k) for k in range(7)), complete.append, window)
+    interleave((noted(said, k) for k in range(7)), window)
     assert order_of(said, "wait") == order_of(said, "launch")
-    assert complete == list(range(7))
+    assert order_of(said, "end") == [(k, 2) for k in range(7)]
     for k in range(7):
         before = said[: said.index(("launch", k, 0))]
         begun = {(j, 1) for act, j, phase in before if act == "launch" and phase == 0}
@@ -190,11 +190,10 @@ def test_of_tasks_under_way_those_in_an_earlier_phase_go_on_first(ahead: int) ->
     for task in tasks[:ahead]:
         task.advance()
     under_way = len(said)
-    complete: list[int] = []
-    wait_all(tasks, complete.append)
+    wait_all(tasks)
     behind = [(k, 0) for k in range(ahead, 5)]
     assert order_of(said[under_way:], "wait") == behind + [(k, 1) for k in range(5)]
-    assert complete == list(range(5))
+    assert order_of(said, "end") == [(k, 2) for k in range(5)]
 
 
 @pytest.mark.parametrize("codec", [SignCodec(block=BLOCK), IdentityCodec()], ids=str)
