@@ -134,9 +134,9 @@ def gather_tensors(transport: Transport, mine: Tensor) -> Tensor:
     return rows.view(mine.dtype).view(transport.world_size, *mine.shape)
 
 
-def sum_in_order(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum over the first dimension, in rank order: the same bits on every device. dtype: of the sum; None: same."""
-    total = rows[0].to(dtype or rows.dtype, copy=True)
+def sum_in_order(rows: Tensor) -> Tensor:
+    """The sum over the first dimension, in rank order: the same bits on every device."""
+    total = rows[0].clone()
     for row in rows[1:]:
         total += row
     return total

@@ -23,7 +23,6 @@ from .parallel.groups import Groups, remembered
 from .sharded.optimizer import ShardedOnebitOptimizer
 
 MakeOptimizer = Callable[[ParamsT], torch.optim.Optimizer]
-MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 @runtime_checkable

@@ -119,11 +119,6 @@ class Bucket:
             self._views[buffer.data_ptr()] = self.layout.views(buffer)
         return self._views[buffer.data_ptr()]
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the buffer, if it has memory that is not the next worker error's; else 0."""
-        return 0 if self._buffer is None else self._buffer.nbytes
-
     def relay(self, layout: Layout, rank: int) -> None:
         """Lay the bucket out for another set of ranks. The caller must then allocate its flat state anew.
 

@@ -96,14 +96,10 @@ class _TimedWork:
 
 
 class StopWatch:
-    """Measures the time between two steps, without the optimizer's own work in between.
+    """Measures the time between two steps, without the optimizer's own work in between."""
 
-    Args:
-        samples: Number of last steps to keep. Default 20.
-    """
-
-    def __init__(self, samples: int = 20):
-        self._times: collections.deque[float] = collections.deque(maxlen=samples)
+    def __init__(self) -> None:
+        self._times: collections.deque[float] = collections.deque(maxlen=20)
         self._began: float | None = None
         self._paused_s = 0.0
 

@@ -68,10 +68,6 @@ class Code:
         return -1 if self.bits == 1 else (1 if self.bits == 2 else 2 ** (self.bits - 1) - 1)
 
     @property
-    def has_zero_points(self) -> bool:
-        return self.kind == "asymmetric" and self.bits > 2
-
-    @property
     def has_zero(self) -> bool:
         """Whether 0 has a code."""
         return self.bits > 1

@@ -26,7 +26,6 @@ class Running:
         self._selector = selectors.DefaultSelector()
         self._alive: set[socket.socket] = set()
         self._status = 0
-        self._is_ending = False
 
     def start(self, connection: socket.socket, start: Start) -> None:
         pipes = self._open_pipes(start)

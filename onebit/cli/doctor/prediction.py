@@ -151,9 +151,9 @@ def verdict(dense: dict[str, float], ours: dict[str, float], compute_s: float) -
     return Verdict(False, factor, f"one bit does not pay here, because {why}")
 
 
-def shapes_of(params: float, width: int | None = None) -> list[tuple[int, int]]:
-    """The matrices of a transformer of this size, first layer first: blocks of 12·d² elements. width: d, if known."""
-    d = width or width_of(params)
+def shapes_of(params: float) -> list[tuple[int, int]]:
+    """The matrices of a transformer of this size, first layer first: blocks of 12·d² elements."""
+    d = width_of(params)
     block = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)]
     blocks = max(1, round(params / (12 * d * d)))
     return block * blocks
