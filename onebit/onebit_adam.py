@@ -17,7 +17,7 @@ from torch import Tensor
 from .arithmetic.adam import adam_denominator, adam_direction_, laprop_direction_
 from .arithmetic.schedule import DenseSteps
 from .checkpoint.parameter_state import ParameterState, flat_of, spread_over
-from .comm import Bf16Codec, Codec, Log4Codec, MomentumWeights, Work, codec_named
+from .comm import Bf16Codec, Codec, Log4Codec, MomentumWeights, codec_named
 from .frozen_variance import FrozenVariance, pack_momentum
 from .layout.bucket import Bucket
 from .layout.flat import Layout
@@ -129,7 +129,7 @@ class AdamRule(Rule):
             self.mask_state(bucket)
             bucket.wires.pop(self.warmup_codec, None)  # refreshes are rare: their buffers are not kept
             g.mul_(self._correction(bucket))
-        weight_K, decay_K = yield from self.weights(bucket, was_dense=True)
+        weight_K, decay_K = yield from self.dense_weights(bucket)
         self._move(bucket, decision, weight_K, decay_K)
 
     def compressed_step(self, bucket: Bucket, scale: float) -> BucketStep:
@@ -141,11 +141,11 @@ class AdamRule(Rule):
         own = share / self.placement.hierarchy.nodes
         momentum = MomentumWeights(keep=beta1, add=1.0 - beta1, own=own, unscale=scale)
         decision = yield from self.placement.average_momentum(bucket, D, old, momentum)
-        yield from self.take_over(bucket, decision)
+        self.take_over(bucket, decision)
 
     def send_again(self, bucket: Bucket, sent: Tensor) -> BucketStep:
         decision = yield from self.placement.send_again(bucket, sent)
-        yield from self.take_over(bucket, decision)
+        self.take_over(bucket, decision)
 
     def ahead(self, bucket: Bucket) -> float:
         group = bucket.group
@@ -162,7 +162,7 @@ class AdamRule(Rule):
             if is_moving:
                 p.add_(view, alpha=weight)
 
-    def take_over(self, bucket: Bucket, decision: Decision) -> BucketStep:
+    def take_over(self, bucket: Bucket, decision: Decision) -> None:
         """The rest of a compressed step, after an exchange that was good: residuals, momentum, parameters."""
         assert bucket.ef is not None
         self._note_births(bucket, decision)
@@ -170,17 +170,16 @@ class AdamRule(Rule):
         frames = self.placement.swap_frames(bucket)  # the frames that have arrived are the new m/D
         if bucket.masks is not None:
             self.mask_state(bucket)
-            weight_K, decay_K = yield from self.weights(bucket, was_dense=False)
+            weight_K, decay_K = self.weights(bucket)
             weight_K.mul_(self._correction(bucket))
             self.codec.decode(frames, bucket.rows(bucket.buffer))
             self._move(bucket, decision, weight_K, decay_K)
         elif decision.moves:
-            weight_K, keep_K = yield from self.moves(bucket)
-            self.placement.apply(bucket, decision, frames, weight_K, keep_K)
+            self.placement.apply(bucket, decision, frames, *self.moves(bucket))
 
     def follow(self, bucket: Bucket, decision: Decision) -> None:
         if bucket.masks is None:  # with masks they have moved: their update is in memory that the next exchange uses
-            self.placement.apply(bucket, decision, bucket.frames, *self._moves(bucket))
+            self.placement.apply(bucket, decision, bucket.frames, *self.moves(bucket))
 
     def prepare_commit(self, decision: Decision) -> None:
         arrived = [b for b in self.buckets if self.keeps_variance(b) and not self.averages_gradients(b)]
@@ -192,15 +191,8 @@ class AdamRule(Rule):
     def observe(self, bucket: Bucket, scale: float, own: float) -> None:
         """Called with scale·g_i before it is sent, for LAMB, which estimates the change of D from it."""
 
-    def weights(self, bucket: Bucket, *, was_dense: bool) -> Generator[Work | Meeting, Answer, tuple[Tensor, Tensor]]:
-        """weight and decay in p ← (1 - decay)·p - weight·m̂/D for each parameter of the bucket, float32 [K].
-
-        A generator, because LAMB exchanges norms here. All ranks.
-
-        Args:
-            bucket: The bucket, with m̂/D in its buffer in a dense step.
-            was_dense: Whether the step exchanged gradients.
-        """
+    def weights(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """weight and decay in p ← (1 - decay)·p - weight·m̂/D for each parameter of the bucket, float32 [K]."""
         group, K = bucket.group, len(bucket.params)
         lr = float(group["lr"])
         weight, decay = (
@@ -208,14 +200,14 @@ class AdamRule(Rule):
             for number in (lr, lr * group["weight_decay"])
         )
         return weight, decay
-        yield  # a generator like LAMB's, which exchanges norms here
 
-    def moves(self, bucket: Bucket) -> Generator[Work | Meeting, Answer, tuple[Tensor, Tensor]]:
+    def dense_weights(self, bucket: Bucket) -> Generator[Meeting, Answer, tuple[Tensor, Tensor]]:
+        """`weights` in a dense step, with m̂/D in the bucket's buffer. A generator: LAMB's buckets meet here."""
+        yield from ()
+        return self.weights(bucket)
+
+    def moves(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """weight and keep in p ← keep·p + weight·(m/D in the frames), for a compressed step. float32 [K]; only read."""
-        return self._moves(bucket)
-        yield  # a generator like LAMB's
-
-    def _moves(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         group = bucket.group
         lr, correction = as_float32(float(group["lr"])), as_float32(self._correction(bucket))
         decay = as_float32(float(group["lr"]) * group["weight_decay"])

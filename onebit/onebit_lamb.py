@@ -18,7 +18,7 @@ from .arithmetic.adam import normalised
 from .arithmetic.schedule import DenseSteps, long_warmup
 from .arithmetic.squares import norms, portable_norm
 from .checkpoint.parameter_state import ParameterState
-from .comm import Codec, Work
+from .comm import Codec
 from .comm.messages import gather_tensors, sum_in_order
 from .lamb import check_trust_options, trust_ratio
 from .layout.bucket import Bucket
@@ -123,20 +123,19 @@ class LambRule(AdamRule):
     def _follows_variance(self) -> bool:
         return isinstance(self.schedule.freeze_step, int)
 
-    def weights(self, bucket: Bucket, *, was_dense: bool) -> Generator[Work | Meeting, Answer, tuple[Tensor, Tensor]]:
-        group, layers = bucket.group, bucket.layers
-        decay = group["weight_decay"]
-        if was_dense:
-            if decay != 0.0:
-                torch._foreach_add_(bucket.views, bucket.local_values, alpha=decay)
-            yield DenseLayers()
-            weight = layers["coeff"] * float(group["lr"])
-            return weight, torch.zeros_like(weight)  # the decay is in the buffer
-        weight = layers["coeff"] * float(group["lr"])
-        return weight * layers["factor"], weight * decay
+    def weights(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        weight = bucket.layers["coeff"] * float(bucket.group["lr"])
+        return weight * bucket.layers["factor"], weight * bucket.group["weight_decay"]
 
-    def moves(self, bucket: Bucket) -> Generator[Work | Meeting, Answer, tuple[Tensor, Tensor]]:
-        weight_K, decay_K = yield from self.weights(bucket, was_dense=False)
+    def dense_weights(self, bucket: Bucket) -> Generator[Meeting, Answer, tuple[Tensor, Tensor]]:
+        if (decay := bucket.group["weight_decay"]) != 0.0:
+            torch._foreach_add_(bucket.views, bucket.local_values, alpha=decay)
+        yield DenseLayers()
+        weight = bucket.layers["coeff"] * float(bucket.group["lr"])
+        return weight, torch.zeros_like(weight)  # the decay is in the buffer
+
+    def moves(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        weight_K, decay_K = self.weights(bucket)
         return -weight_K.mul_(self._correction(bucket)), 1.0 - decay_K
 
     # ---------------------------------------------------------------- exchanges for all layers together

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from statistics import mean
 
 import pytest
 from study import run as study_run
 from study.run import Job, run_job
+from torch import Tensor
 
 from onebit.layout.bucket import Bucket
 from onebit.onebit_adam import AdamRule
@@ -52,7 +53,7 @@ def test_without_error_feedback_it_does_not(monkeypatch: pytest.MonkeyPatch) -> 
     """
 
     class Forgetful(AdamRule):
-        def moves(self, bucket: Bucket) -> Generator:
+        def moves(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
             """Asked for when errors have been taken over, before parameters move."""
             bucket.ef.worker.zero_()
             bucket.ef.server.zero_()
