@@ -49,7 +49,6 @@ from .usage.contract import (
     refuse_copy,
 )
 from .usage.edits import edit_of_state
-from .usage.frozen import gradient_of, refuse_unfrozen
 from .usage.graphs import Optimizer, outside_graphs
 from .usage.marks import GradientMark, are_used_again, marks_of
 
@@ -296,8 +295,7 @@ class BucketOptimizer(Optimizer, ABC, Generic[B]):
         if not self.buckets:
             self._refuse_edits()
             self._join.is_finished = False  # no rank has buckets: end the loop of `join`
-            present = [[gradient_of(p) is not None for p in self.buckets.frozen]]
-            refuse_unfrozen(self.transport.rank, list(self.buckets.frozen.values()), present)
+            self.buckets.refuse_unfrozen([self.buckets.have_frozen_gradients()])
             return loss
         self._waited.total_s, self.stats.clip_factor, self.clipper.norm = 0.0, 1.0, None
         if self._join.is_on and not self._any_rank_has_data():
@@ -419,7 +417,7 @@ class BucketOptimizer(Optimizer, ABC, Generic[B]):
         """
         present = self.rule.present([p for bucket in buckets for p in bucket.params])
         if buckets[-1] is self.buckets[-1]:
-            present += [gradient_of(p) is not None for p in self.buckets.frozen]
+            present += self.buckets.have_frozen_gradients()
         return present
 
     # ---------------------------------------------------------------- ranks with different numbers of batches

@@ -462,7 +462,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             self._launch_rest(scale * self._sent_factor)
             arrived, is_good_here = self._wait_for_buckets(ballot)
         self._count_resent(resending)
-        if not all_parts_agree(self.model_parallel_group, ballot, is_good_here, self.buckets.frozen.values()):
+        if not all_parts_agree(self.model_parallel_group, ballot, is_good_here, self.buckets):
             return None
         if self.clipper.max_norm > 0 and not self._estimates_norm:
             factor = self.clipper.factor(self._norm.of_means([meeting.mean_gradient for meeting in arrived]))
@@ -556,7 +556,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     def _is_good(self, ballot: Ballot) -> bool:
         _, is_good_here = self._wait_for_buckets(ballot)
-        return all_parts_agree(self.model_parallel_group, ballot, is_good_here, self.buckets.frozen.values())
+        return all_parts_agree(self.model_parallel_group, ballot, is_good_here, self.buckets)
 
     def _any_rank_has_data(self) -> bool:
         self._delayed.advance_all()  # here, in one order on all ranks: a rank that has finished runs no hooks

@@ -23,6 +23,7 @@ from ..comm.messages import raise_on_all_ranks
 from ..model_parallel import ModelParallelGroup, local
 from ..usage.contract import Group, State, check_parameters
 from ..usage.edits import edit_of_groups, edit_of_options
+from ..usage.frozen import gradient_of
 from ..usage.graphs import outside_graphs
 from .flat import Layout, least_elements, partition
 
@@ -203,6 +204,26 @@ class Buckets(list[B]):
             self.link(groups)
         self._groups = list(groups)
         return edit
+
+    def have_frozen_gradients(self) -> list[bool]:
+        """For each parameter of `frozen`, whether it has a gradient here. In a vote, these follow those of `params`."""
+        return [gradient_of(p) is not None for p in self.frozen]
+
+    def refuse_unfrozen(self, by_rank: Sequence[Sequence[bool]]) -> None:
+        """Raise RuntimeError on all ranks if any has a gradient for a parameter that was frozen at construction.
+
+        Args:
+            by_rank: `have_frozen_gradients` of each rank; the same on all ranks.
+        """
+        for name, column in zip(self.frozen.values(), zip(*by_rank, strict=True), strict=True):
+            if any(column):
+                ranks = [k for k, is_present in enumerate(column) if is_present]
+                raise RuntimeError(
+                    f"rank {self._transport.rank}: {name} has a gradient on rank {ranks}, but was frozen when the "
+                    "optimizer was constructed, and has no state. Leave it out of the groups until it is to be "
+                    "trained, and add_param_group it then, on all ranks before the same step; or construct with "
+                    "requires_grad=True and freeze it afterwards"
+                )
 
     # ---------------------------------------------------------------- construction
 

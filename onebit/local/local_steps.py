@@ -38,7 +38,6 @@ from ..model_parallel import ModelParallelGroup, model_parallel_group_of
 from ..rule import check_codec
 from ..step.replicated import Journal
 from ..usage.contract import State, check_number, loss_of
-from ..usage.frozen import gradient_of, refuse_unfrozen
 from ..usage.graphs import outside_graphs
 from . import new_world
 from . import state as states
@@ -266,8 +265,7 @@ class LocalSteps(Wrapped):
         self.stats.phase = "local"
         self._change_if_due()
         self._look_for_edits()
-        names = list(self.buckets.frozen.values())
-        refuse_unfrozen(self.transport.rank, names, [[gradient_of(p) is not None for p in self.buckets.frozen]])
+        self.buckets.refuse_unfrozen([self.buckets.have_frozen_gradients()])
         self.replica.settle()
         if self.steps == 0:
             self.rounds.note_gradients()

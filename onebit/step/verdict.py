@@ -5,7 +5,7 @@ Then the parts of the model agree.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +14,8 @@ from ..agreement.step_vote import Ballot, DesyncError
 from ..arithmetic.squares import gradients_are_finite, has_squares
 from ..comm import Transport
 from ..comm.codecs import Witness, all_finite
-from ..layout.buckets import AnyBucket
+from ..layout.buckets import AnyBucket, B, Buckets
 from ..model_parallel import ModelParallelGroup
-from ..usage.frozen import refuse_unfrozen
 from .bucket_step import Arrived, OwnersReplied
 
 
@@ -54,24 +53,24 @@ def replies_are_finite(buckets: Sequence[AnyBucket], replies: Sequence[OwnersRep
     return {device: all_finite(there) for device, there in witnesses.items()}
 
 
-def all_parts_agree(parts: ModelParallelGroup, ballot: Ballot, is_good: bool, frozen: Collection[str]) -> bool:
+def all_parts_agree(parts: ModelParallelGroup, ballot: Ballot, is_good: bool, buckets: Buckets[B]) -> bool:
     """Whether the step is good on all parts of the model. All ranks that hold them.
 
     Args:
         parts: The ranks that hold the parts of this replica.
         ballot: The vote on the step, read.
         is_good: Whether the step is good on this part.
-        frozen: Names of the parameters that are not trained.
+        buckets: All buckets.
 
     Raises:
         DesyncError: The parts are not in the same step, or have different learning rates.
         RuntimeError: A rank trains a parameter for which there is no state. On all ranks.
     """
     header, rank = ballot.header, ballot.transport.rank
-    unfrozen = [vote.present[len(vote.present) - len(frozen) :] for vote in ballot.votes]
+    unfrozen = [vote.present[len(buckets.params) :] for vote in ballot.votes]
     numbers_of = parts.gather(float(is_good), float(any(map(any, unfrozen))), float(header.step), header.numbers[0])
     if any(is_unfrozen for _, is_unfrozen, *_ in numbers_of):
-        parts.raise_on_all_ranks(RuntimeError, lambda: refuse_unfrozen(rank, list(frozen), unfrozen))
+        parts.raise_on_all_ranks(RuntimeError, lambda: buckets.refuse_unfrozen(unfrozen))
     if len({numbers[2:] for numbers in numbers_of}) > 1:
         steps = ", ".join(f"step {step:g} with lr {lr:g} on part {k}" for k, (_, _, step, lr) in enumerate(numbers_of))
         raise DesyncError(

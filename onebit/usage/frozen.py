@@ -73,25 +73,6 @@ def dense_gradients(
     return [grad if grad is None or type(grad) is Tensor else local(grad) for grad in grads]
 
 
-def refuse_unfrozen(rank: int, names: Sequence[str], present_by_rank: Sequence[Sequence[bool]]) -> None:
-    """Raise RuntimeError on all ranks if any has a gradient for a parameter that was frozen at construction.
-
-    Args:
-        rank: This rank, for the message.
-        names: Names of these parameters.
-        present_by_rank: For each rank and parameter, whether it has a gradient; the same on all ranks.
-    """
-    for name, column in zip(names, zip(*present_by_rank, strict=True), strict=True):
-        if any(column):
-            ranks = [k for k, is_present in enumerate(column) if is_present]
-            raise RuntimeError(
-                f"rank {rank}: {name} has a gradient on rank {ranks}, but was frozen when the optimizer was "
-                "constructed, and has no state. Leave it out of the groups until it is to be trained, and "
-                "add_param_group it then, on all ranks before the same step; or construct with requires_grad=True and "
-                "freeze it afterwards"
-            )
-
-
 def check_place(rank: int, p: Tensor, name: str, shape: torch.Size, device: torch.device) -> None:
     """Raise RuntimeError if p has another shape or device than at construction.
 

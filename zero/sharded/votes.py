@@ -24,7 +24,6 @@ from ...step.bucket_step import Decision
 from ...step.clip import Clipper
 from ...step.stats import Stats
 from ...step.verdict import reads_late
-from ...usage.frozen import refuse_unfrozen
 from .bounds import Bounds
 from .bucket import ShardedBucket
 from .exchange import Sharded
@@ -309,8 +308,7 @@ class Votes:
         """
         trained = sum(len(bucket.params) for bucket in buckets)
         if buckets[-1] is self._buckets[-1]:
-            unfrozen = [vote.present[trained:] for vote in votes]
-            refuse_unfrozen(self._transport.rank, list(self._buckets.frozen.values()), unfrozen)
+            self._buckets.refuse_unfrozen([vote.present[trained:] for vote in votes])
         self._watch.note([vote.summary.gradients for vote in votes])
         self.resending = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
         factors = self._bound(votes, buckets, range(len(votes)))
