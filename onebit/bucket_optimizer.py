@@ -26,7 +26,7 @@ from . import comm
 from .agreement.join import Join, alone_in_join
 from .agreement.replicas import ReplicaCheck
 from .agreement.skips import MOST_SKIPS, SkipLimit
-from .agreement.step_vote import Header, StepVote, Summary, check_headers, gather_headers
+from .agreement.step_vote import Header, StepVote, check_headers, gather_headers
 from .agreement.wrappers import COMPARED_STEPS, NOT_COMPARED, WrapperWatch, gradient_digest, refuse_wrapper
 from .comm import PeerError, Transport
 from .layout.buckets import B, Buckets, elements_of
@@ -398,27 +398,22 @@ class BucketOptimizer(Optimizer, ABC, Generic[B]):
         check_headers(self.transport, mine, headers, device)
         return headers
 
-    def _own_vote(self, buckets: Sequence[B], *, resends: bool = False, note: bytes = b"") -> tuple[Header, StepVote]:
-        """This rank's header, and its vote on these buckets, without the sums of their gradients."""
-        header = self._header(self.rule.round_name())
-        return header, StepVote(self._summary(header, buckets, resends), self._present(buckets), note=note)
+    def _own_vote(self, buckets: Sequence[B], *, resends: bool, note: bytes) -> tuple[Header, StepVote]:
+        """This rank's header, and its vote on these buckets, without the sums of their gradients.
 
-    def _summary(self, header: Header, buckets: Sequence[B], resends: bool) -> Summary:
-        """The summary of the header for a vote on these buckets; in the first steps with a digest of gradients."""
-        repeats = are_used_again(self.buckets.params, self._used)
-        gradients = gradient_digest(bucket.gradients() for bucket in buckets) if self._watch.is_on else NOT_COMPARED
-        changes = self._members is not None and self._members.is_awaited()
-        return header.summary(resends=resends, repeats=repeats, changes=changes, gradients=gradients)
-
-    def _present(self, buckets: Sequence[B]) -> list[bool]:
-        """For each parameter of these buckets, whether it has a gradient here.
-
-        The frozen parameters follow those of the last bucket.
+        The frozen parameters follow those of the last bucket. In the first steps it has a digest of the gradients.
         """
+        header = self._header(self.rule.round_name())
+        summary = header.summary(
+            resends=resends,
+            repeats=are_used_again(self.buckets.params, self._used),
+            changes=self._members is not None and self._members.is_awaited(),
+            gradients=gradient_digest(bucket.gradients() for bucket in buckets) if self._watch.is_on else NOT_COMPARED,
+        )
         present = self.rule.present([p for bucket in buckets for p in bucket.params])
         if buckets[-1] is self.buckets[-1]:
             present += self.buckets.have_frozen_gradients()
-        return present
+        return header, StepVote(summary, present, note=note)
 
     # ---------------------------------------------------------------- ranks with different numbers of batches
 
