@@ -44,24 +44,21 @@ class GradientMark(NamedTuple):
     @classmethod
     def of(cls, p: Tensor) -> GradientMark:
         """The mark of p's gradient as it is now."""
-        grad = gradient_of(p)
-        if grad is None:
-            return cls(None)
-        grad = _elements(grad)
-        return cls(weakref.ref(grad), grad._version)
+        grad = _own_gradient(p)
+        return cls(None) if grad is None else cls(weakref.ref(grad), grad._version)
 
     def is_still(self, p: Tensor) -> bool:
         """Whether p's gradient is still the marked one, unchanged."""
-        grad = gradient_of(p)
+        grad = _own_gradient(p)
         if grad is None or self.grad is None:
             return grad is None and self.grad is None
-        now = _elements(grad)
-        return self.grad() is now and now._version == self.version
+        return self.grad() is grad and grad._version == self.version
 
 
-def _elements(grad: Tensor) -> Tensor:
-    """The local elements of a gradient: the same object as long as it is the same gradient."""
-    if type(grad) is Tensor:
+def _own_gradient(p: Tensor) -> Tensor | None:
+    """The local elements of p's gradient, if it has one: the same object as long as it is the same gradient."""
+    grad = gradient_of(p)
+    if grad is None or type(grad) is Tensor:
         return grad
     with torch.no_grad():  # with autograd a DTensor gives a new view at each call
         return local(grad)
