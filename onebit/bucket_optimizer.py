@@ -341,6 +341,11 @@ class BucketOptimizer(Optimizer, ABC, Generic[B]):
             self._look_at_groups()
             self._driver.begin()
             self.rule.begin_step()
+            self._prepare_step()
+
+    @abstractmethod
+    def _prepare_step(self) -> None:
+        """Set what the family keeps of a step, now that its kind is decided."""
 
     @abstractmethod
     def _launch_rest(self, scale: float) -> None:

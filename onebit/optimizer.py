@@ -291,8 +291,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
             return
         if self._join.is_on or self._driver.state is StepState.SUSPENDED:
             return
-        if self._driver.state is StepState.IDLE:
-            self._begin()
+        self._begin()
         if self._is_delayed or self.rule.is_silent() or self._clips_before_sending or self.rule.waits_for_backward:
             return
         with torch.no_grad(), self.computing.paused():
@@ -301,17 +300,14 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
                     return
                 self._launch(bucket, self._sent_factor, in_backward=True)
 
-    def _begin(self) -> None:
-        is_new = self._driver.state is StepState.IDLE
-        super()._begin()
-        if is_new:
-            # Also without max_grad_norm, which may be set later in this step: begun in step(), it sends the same.
-            is_early = self._exchanges_momentum and not (self._is_delayed or self.rule.clips_apart)
-            self._sent_factor = self.clipper.expected if is_early else 1.0
-            is_summed = is_early and self._estimates_norm and self.model_parallel_group.whole.world_size == 1
-            self.placement.sums_gradients = is_summed
-            self._forget_sums()
-            self._begun_by = self._sends_by()
+    def _prepare_step(self) -> None:
+        # Also without max_grad_norm, which may be set later in this step: begun in step(), it sends the same.
+        is_early = self._exchanges_momentum and not (self._is_delayed or self.rule.clips_apart)
+        self._sent_factor = self.clipper.expected if is_early else 1.0
+        is_summed = is_early and self._estimates_norm and self.model_parallel_group.whole.world_size == 1
+        self.placement.sums_gradients = is_summed
+        self._forget_sums()
+        self._begun_by = self._sends_by()
 
     def _sends_by(self) -> list[object]:
         """The values of the options on which what is sent depends."""

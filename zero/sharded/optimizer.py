@@ -35,7 +35,7 @@ from ...layout.flat import lay_out
 from ...model_parallel import detach_version_
 from ...rule import check_blocks
 from ...step.bucket_step import BucketStep, Decision, Meeting, OwnersReplied
-from ...step.driver import Driver, StepState
+from ...step.driver import Driver
 from ...step.verdict import replies_are_finite
 from ...usage.contract import Group, SharedOptions, State, check_is_switch, load_checked
 from . import state as shard_state
@@ -329,10 +329,8 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
             self._launched_scale = scale
         self._driver.launch(bucket, self._waited.timed(self._vote_alone(bucket, scale)))
 
-    def _begin(self) -> None:
-        if self._driver.state is StepState.IDLE:
-            self._votes.late, self._votes.standing_out = [], set()
-        super()._begin()
+    def _prepare_step(self) -> None:
+        self._votes.late, self._votes.standing_out = [], set()
 
     def _vote_alone(self, bucket: ShardedBucket, scale: float) -> BucketStep:
         """The rule's step, with a separate vote on this bucket's gradients, so that it need not wait for the others."""
