@@ -370,9 +370,9 @@ class Replicated:
             keep_K: Factor of each parameter, float32.
         """
         assert frames_WB is not None
-        moving = zip(bucket.local_values, decision.of(bucket), strict=True)
-        params = [p if is_seen else None for p, is_seen in moving]
-        how = {"moves": list(decision.of(bucket)), "weight": weight_K, "keep": keep_K}
+        moves = list(decision.of(bucket))
+        params = [p if is_moving else None for p, is_moving in zip(bucket.local_values, moves, strict=True)]
+        how = {"moves": moves, "weight": weight_K, "keep": keep_K}
         with self._noting(bucket, frames_WB, how):
             update = ParamUpdate(params, bucket.layout.segments, weight_K, keep_K)
             self.codec.apply(frames_WB, bucket.layout.chunk, update)
