@@ -157,6 +157,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         self.policy.bind(
             self.transport, self.codec, self.buckets, self.model_parallel_group, self._traffic, self.computing
         )
+        self._may_leave_early = False  # whether the step that has begun lets buckets leave during backward
         self._sent_factor = 1.0  # the clip factor with which buckets leave that do not wait for the norm
         self._driver: Driver[Bucket] = Driver(self.transport, self.placement.hierarchy.phases)
         self._roll: HeadersUnderWay | None = None  # headers that were sent and not read
@@ -292,7 +293,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         if self._join.is_on or self._driver.state is StepState.SUSPENDED:
             return
         self._begin()
-        if self._is_delayed or self.rule.is_silent() or self._clips_before_sending or self.rule.waits_for_backward:
+        if not self._may_leave_early or self._clips_before_sending:
             return
         with torch.no_grad(), self.computing.paused():
             while self._driver.catch_up() and (bucket := self._next_complete()) is not None:
@@ -301,6 +302,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
                 self._launch(bucket, self._sent_factor, in_backward=True)
 
     def _prepare_step(self) -> None:
+        self._may_leave_early = not (self._is_delayed or self.rule.is_silent() or self.rule.waits_for_backward)
         # Also without max_grad_norm, which may be set later in this step: begun in step(), it sends the same.
         is_early = self._exchanges_momentum and not (self._is_delayed or self.rule.clips_apart)
         self._sent_factor = self.clipper.expected if is_early else 1.0
