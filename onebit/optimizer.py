@@ -159,7 +159,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         )
         self._may_leave_early = False  # whether the step that has begun lets buckets leave during backward
         self._sent_factor = 1.0  # the clip factor with which buckets leave that do not wait for the norm
-        self._driver: Driver[Bucket] = Driver(self.transport, self.placement.hierarchy.phases)
+        self._driver: Driver[Bucket] = Driver(self.transport, self.placement.hierarchy.phases, self._waited)
         self._roll: HeadersUnderWay | None = None  # headers that were sent and not read
         self.delay = delay
         self.ahead: Lookahead | None = None  # how far parameters may look while a step is under way
@@ -342,8 +342,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
     def _launch(self, bucket: Bucket, scale: float = 1.0, *, in_backward: bool = False) -> None:
         """Begin the step of the next bucket, with its gradients times scale, even if a gradient is missing here."""
         self.overlap.mark_sent(bucket, in_backward=in_backward)
-        step = self._waited.timed(self.rule.step(bucket, scale))
-        self._driver.launch(bucket, step, is_alone=self._is_delayed)
+        self._driver.launch(bucket, self.rule.step(bucket, scale), is_alone=self._is_delayed)
 
     def _launch_rest(self, scale: float) -> None:
         self._all_begin(is_awaited=True)

@@ -25,6 +25,7 @@ from .. import comm
 from ..comm import Exchange, ExchangeTask, Transport, Work
 from ..layout.buckets import B
 from .bucket_step import Answer, Arrived, BucketStep, Decision, Meeting
+from .stats import WaitClock
 
 _PAUSE_S = 1e-4  # between two checks for data from other ranks
 
@@ -80,16 +81,16 @@ class BucketTask(Generic[B]):
         exchange: Its Works up to the first meeting.
     """
 
-    def __init__(self, bucket: B, step: BucketStep):
+    def __init__(self, bucket: B, step: BucketStep, waited: WaitClock):
         self.bucket = bucket
         self.meeting: Meeting | None = None
-        self._step = step
+        self._step, self._waited = step, waited
         self.exchange = ExchangeTask(self._works(next(step, None)))
 
     def _works(self, yielded: Work | Meeting | None) -> Exchange:
         """The Works from this one on, up to the step's next meeting or its end."""
         while yielded is not None and not isinstance(yielded, Meeting):
-            yield yielded
+            yield self._waited.timed(yielded)
             yielded = next(self._step, None)
         self.meeting = yielded
 
@@ -121,6 +122,7 @@ class Driver(Generic[B]):
         transport: Moves the buckets, in a channel that the driver makes.
         phases: Phases of an exchange, see `Hierarchy.phases`. After a bucket's first phase follow the second phase of
             the bucket before it, the third of the one before that, and so on.
+        waited: Counts the time that is spent waiting for buckets.
         on_comm_stream: On CUDA, whether buckets are launched on a separate stream. Default True. False for buckets that
             free gradients: the backward pass would reuse their memory at once.
 
@@ -132,8 +134,8 @@ class Driver(Generic[B]):
         is_broken: Whether an exception has ended a bucket's step before its meeting; `skip` mends it.
     """
 
-    def __init__(self, transport: Transport, phases: int, *, on_comm_stream: bool = True):
-        self._phases, self._has_stream = phases, on_comm_stream
+    def __init__(self, transport: Transport, phases: int, waited: WaitClock, *, on_comm_stream: bool = True):
+        self._phases, self._waited, self._has_stream = phases, waited, on_comm_stream
         self.state = StepState.IDLE
         self.channel = transport.new_channel()
         self.tasks: list[BucketTask[B]] = []
@@ -171,10 +173,10 @@ class Driver(Generic[B]):
         self.settle()
         if is_alone:
             with self.channel(), self._advancing():
-                self.tasks.append(BucketTask(bucket, step))
+                self.tasks.append(BucketTask(bucket, step, self._waited))
             return
         with self._sending(bucket.device), self._advancing():
-            self.tasks.append(BucketTask(bucket, step))
+            self.tasks.append(BucketTask(bucket, step, self._waited))
             self.due.extend(reversed(self.tasks[-self._phases : -1]))
             self.catch_up()
 
@@ -301,7 +303,7 @@ class Driver(Generic[B]):
             answers = meet([task.bucket for task, _ in waiting], [meeting for _, meeting in waiting])
             for (task, _), answer in zip(waiting, answers, strict=True):
                 works = task.answer(answer)
-                assert works is None, "behind a second meeting nothing is exchanged by single buckets"
+                assert works is None, "after a second meeting nothing is exchanged by single buckets"
 
     def resend(self) -> None:
         """Forget the exchanges, because all buckets will be launched once more. Nothing was written."""

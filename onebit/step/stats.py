@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from ..comm import Transport, Work
-from .bucket_step import Answer, Meeting
 
 T = TypeVar("T")
-Y = TypeVar("Y")
 
 
 @dataclass
@@ -69,15 +67,15 @@ class WaitClock:
         yield
         self.total_s += time.perf_counter() - began
 
-    def timed(self, exchange: Generator[Y, Answer, T]) -> Generator[Y, Answer, T]:
-        """Wrap an exchange, or a step of a bucket, so that the time spent waiting for its Works is counted."""
-        answer = None
+    def timed(self, work: Work) -> Work:
+        """Wrap a Work so that the time spent waiting for it is counted."""
+        return _TimedWork(work, self)
+
+    def wait_for(self, exchange: Generator[Work, None, T]) -> T:
+        """Run an exchange to its end, count the time spent waiting for its Works, and return its result."""
         try:
             while True:
-                made = exchange.send(answer)
-                if not isinstance(made, Meeting):
-                    made = cast("Y", _TimedWork(cast(Work, made), self))
-                answer = yield made
+                self.timed(next(exchange)).wait()
         except StopIteration as end:
             return cast("T", end.value)
 

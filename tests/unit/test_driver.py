@@ -12,6 +12,7 @@ import torch
 from onebit.comm import SimTransport
 from onebit.step.bucket_step import BucketStep, Decision, Ready
 from onebit.step.driver import TRANSITIONS, Driver, StepState, moved
+from onebit.step.stats import WaitClock
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,7 @@ def exchanging(said: list[str], index: int, works: int, *, fails: bool = False) 
 def test_buckets_exchange_behind_the_decision_a_few_at_a_time() -> None:
     """A bucket hears of the decision when it is its turn: what it encodes is not held longer than needed."""
     said: list[str] = []
-    driver: Driver = Driver(SimTransport(), 2)
+    driver: Driver = Driver(SimTransport(), 2, WaitClock())
     driver.begin()
     for index in range(5):
         driver.launch(FakeBucket(index), exchanging(said, index, 2))
@@ -68,7 +69,7 @@ def test_steps_that_meet_nobody_are_brought_to_their_end() -> None:
         for k in range(index):
             yield FakeWork(said, f"{index}.{k}")
 
-    driver: Driver = Driver(SimTransport(), 2)
+    driver: Driver = Driver(SimTransport(), 2, WaitClock())
     driver.begin()
     for index in range(3):
         driver.launch(FakeBucket(index), alone(index))
@@ -86,7 +87,7 @@ def test_a_phase_is_launched_with_the_first_of_the_bucket_so_many_behind(phases:
         for k in range(phases):
             yield FakeWork(said, f"{index}.{k}")
 
-    driver: Driver = Driver(SimTransport(), phases)
+    driver: Driver = Driver(SimTransport(), phases, WaitClock())
     driver.begin()
     for index in range(4):
         driver.launch(FakeBucket(index), step(index))
@@ -97,7 +98,7 @@ def test_a_phase_is_launched_with_the_first_of_the_bucket_so_many_behind(phases:
 @pytest.mark.parametrize("works", [0, 1])
 def test_a_step_that_fails_leaves_nothing_launched(works: int) -> None:
     """Otherwise its optimizer could take in no checkpoint."""
-    driver: Driver = Driver(SimTransport(), 2)
+    driver: Driver = Driver(SimTransport(), 2, WaitClock())
     driver.begin()
     for index in range(2):
         driver.launch(FakeBucket(index), exchanging([], index, works, fails=index == 1))

@@ -30,7 +30,7 @@ from torch import Tensor
 from ...agreement import replicas
 from ...bucket_optimizer import BucketOptimizer
 from ...comm import Codec, SignCodec, Work
-from ...comm.messages import read_together, wait_for
+from ...comm.messages import read_together
 from ...layout.flat import lay_out
 from ...model_parallel import detach_version_
 from ...rule import check_blocks
@@ -170,7 +170,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         self.bounds = self._votes.bounds
         more = 2 * (self.transport.hops - 1)
         phases = more + (1 + rule.works if stage == 2 else 2)
-        self._driver: Driver[ShardedBucket] = Driver(self.transport, phases, on_comm_stream=False)
+        self._driver: Driver[ShardedBucket] = Driver(self.transport, phases, self._waited, on_comm_stream=False)
         self.overlap = EarlyFrames(self.transport.rank, overlap, self.rule, self.buckets)
         self._launched_scale = 1.0  # of the step under way
         self._was_in_vain, self._vain_steps = False, 0  # waits in backward without an answer, see `_count_vain`
@@ -273,8 +273,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
 
     def _launch_early(self, bucket: ShardedBucket, *, in_backward: bool = False) -> None:
         self.overlap.note(bucket, in_backward=in_backward)
-        step = self.rule.step_early(bucket, self._unscale())
-        self._driver.launch(bucket, self._waited.timed(step), is_alone=True)
+        self._driver.launch(bucket, self.rule.step_early(bucket, self._unscale()), is_alone=True)
 
     def _leave_freed(self, p: Tensor) -> None:
         """Stage 2: launch the step of each next bucket that has all its gradients, which frees them."""
@@ -327,7 +326,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
                 self.masters.take()  # owners step on them during backward
             self._begin()
             self._launched_scale = scale
-        self._driver.launch(bucket, self._waited.timed(self._vote_alone(bucket, scale)))
+        self._driver.launch(bucket, self._vote_alone(bucket, scale))
 
     def _prepare_step(self) -> None:
         self._votes.late, self._votes.standing_out = [], set()
@@ -371,13 +370,13 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         if self._driver.launched:
             self._forget_step()  # an exception has ended it between two launches, as Ctrl-C: nothing was written
         self._begin()
-        decision = wait_for(self._waited.timed(self._vote(self.buckets, scale)))
+        decision = self._waited.wait_for(self._vote(self.buckets, scale))
         self._watch.look(self.buckets.params)
         if decision is None:
             self._driver.skip()
             return
         for bucket in self.buckets:
-            self._driver.launch(bucket, self._waited.timed(self.rule.step(bucket, scale)))
+            self._driver.launch(bucket, self.rule.step(bucket, scale))
         self._commit(decision)
 
     def _commit(self, decision: Decision) -> None:
@@ -395,7 +394,7 @@ class ShardedOnebitOptimizer(BucketOptimizer[ShardedBucket]):
         """
         self._votes.resending = ()
         self._launch_rest(scale)
-        decision = wait_for(self._waited.timed(self._vote(self.buckets, scale, resends=resends, have_sent=True)))
+        decision = self._waited.wait_for(self._vote(self.buckets, scale, resends=resends, have_sent=True))
         self._driver.meet()
         if decision is not None:
             self._commit(decision)
