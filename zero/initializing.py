@@ -100,6 +100,17 @@ def initialize(
         for warning in pipeline.without_effect(read.pipeline, model):
             log.warning("%s", warning)
     _check_values(model, weights, rank)
+    if grid is not None and grid.transport.ranks_change:
+        if training_data is not None:
+            raise ValueError(
+                "training_data would be divided among ranks that stay, and the members of this grid come and go: leave "
+                "it out, and draw from onebit.membership.MemberSampler"
+            )
+        if read.elasticity.enabled:
+            raise ValueError(
+                "elasticity chooses a batch for ranks that stay, and the members of this grid come and go: leave the "
+                "block out"
+            )
     if training_data is not None:
         size_of(training_data)
     monitors = open_monitors(read, rank)
@@ -139,18 +150,6 @@ def initialize(
             loss_fn = huggingface.own_loss
         if read.zero_optimization.offload_param.device == "none":
             to_device(model, grid.device)
-
-    if training_data is not None and grid.transport.ranks_change:
-        raise ValueError(
-            "training_data would be divided among ranks that stay, and the members of this grid come and go: leave it "
-            "out, and draw from onebit.membership.MemberSampler"
-        )
-
-    if read.elasticity.enabled and grid.transport.ranks_change:
-        raise ValueError(
-            "elasticity chooses a batch for ranks that stay, and the members of this grid come and go: leave the block "
-            "out"
-        )
 
     # Features change the whole model, as they find modules by their classes and shapes; then the form shards it.
     for feature in features:
