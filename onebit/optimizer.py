@@ -712,13 +712,13 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
         0 in warm-up. In a hierarchy, over the rows that this rank exchanges.
         """
-        owed = brought = 0.0
+        carried = brought = 0.0
         for bucket in self.buckets:
             if bucket.ef is not None:
                 average = bucket.spread(bucket.own_rows(self.rule.last_average(bucket)))
-                owed += sum(dot(e, e) for e in bucket.layout.views(bucket.spread(bucket.ef.worker.float())))
+                carried += sum(dot(e, e) for e in bucket.layout.views(bucket.spread(bucket.ef.worker.float())))
                 brought += sum(dot(x, x) for x in bucket.layout.views(average))
-        return math.sqrt(owed / brought) if brought > 0 else 0.0
+        return math.sqrt(carried / brought) if brought > 0 else 0.0
 
     # ---------------------------------------------------------------- members that come and go
 

@@ -282,12 +282,12 @@ class Replicated:
         if self.hierarchy.local_size > 1:
             yield from self.hierarchy.sum_intra_node(bucket.gather(grads))
         momentum = self._momentum_of(bucket, grads, D_WN, momentum_W, weights)
-        n, owed, counts = bucket.layout.chunk, ef.worker, bucket.counts[own]
+        n, error, counts = bucket.layout.chunk, ef.worker, bucket.counts[own]
         if added is not None:
-            owed = torch.add(ef.worker, added, out=ef.worker_next if bucket.has_spare_error else None)
-        out = EncodeOutput(owed.view(-1, n), wire.sent_HB, counts, ef.worker_next.view(-1, n), bucket.sums_WJ2)
+            error = torch.add(ef.worker, added, out=ef.worker_next if bucket.has_spare_error else None)
+        out = EncodeOutput(error.view(-1, n), wire.sent_HB, counts, ef.worker_next.view(-1, n), bucket.sums_WJ2)
         self.codec.encode_momentum(momentum, out)
-        del momentum, grads, owed, out
+        del momentum, grads, error, out
         yield from comm.exchange(ef, self.codec, self.hierarchy, wire, n, bucket.counts)
 
     def _momentum_of(

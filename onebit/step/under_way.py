@@ -165,23 +165,24 @@ def fold_into_error(state: State) -> State:
     options = options_of(under_way["numbers"])
     for saved, its in zip(record["buckets"], under_way["buckets"], strict=True):
         beta1 = options[group_of[saved["params"][0]]]["betas"][0]
-        _owe(record, saved, its, beta1, [entries[key] for key in saved["params"]])
+        _add_to_errors(record, saved, its, beta1, [entries[key] for key in saved["params"]])
     return {**state, "state": entries, "onebit": record}
 
 
-def _owe(record: State, saved: State, its: State, beta1: float, entries: Sequence[State]) -> None:
+def _add_to_errors(record: State, saved: State, its: State, beta1: float, entries: Sequence[State]) -> None:
+    """Give these entries of a bucket's parameters the worker errors of `fold_into_error`."""
     shapes = [entry["worker_error"].shape for entry in entries]
     W, L = record["world_size"], record.get("local_size", 1)
     layout, codec = lay_out(shapes, record["block"], W), codec_named(record["codec"], record["block"])
     own = slice(record["rank"] % L * (W // L), (record["rank"] % L + 1) * (W // L))
-    owed_WN = torch.zeros(W, layout.chunk, dtype=torch.float32, device="cpu")
-    codec.decode(its["sent"].cpu(), owed_WN[own])
-    owed_WN[own] += its["residual"].cpu().float().view(-1, layout.chunk)
-    if not bool(owed_WN.isfinite().all()):
+    sent_WN = torch.zeros(W, layout.chunk, dtype=torch.float32, device="cpu")
+    codec.decode(its["sent"].cpu(), sent_WN[own])
+    sent_WN[own] += its["residual"].cpu().float().view(-1, layout.chunk)
+    if not bool(sent_WN.isfinite().all()):
         return
     momentum_WN = torch.zeros(W, layout.chunk, dtype=torch.float32, device="cpu")
     codec.decode(saved["frames"].cpu()[own], momentum_WN[own])
-    owed_WN.sub_(momentum_WN, alpha=beta1)
-    for entry, view in zip(entries, layout.views(owed_WN.view(-1)), strict=True):
+    sent_WN.sub_(momentum_WN, alpha=beta1)
+    for entry, view in zip(entries, layout.views(sent_WN.view(-1)), strict=True):
         error = entry["worker_error"]
         entry["worker_error"] = view.to(error.device, error.dtype).clone()
