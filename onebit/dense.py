@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .comm.transports.base import Channel, Transport, Work, check_transport
 from .model_parallel import detach_version_, local
-from .usage.frozen import check_place, gradient_of, refuse_sparse
+from .usage.gradients import check_place, gradient_of, refuse_sparse
 from .usage.graphs import outside_graphs
 from .usage.marks import GradientMark, gradient_bits, is_inspected, marks_of
 

@@ -24,7 +24,7 @@ from .usage.contract import (
     listed_parameters,
     load_checked,
 )
-from .usage.frozen import refuse_sparse
+from .usage.gradients import refuse_sparse
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT

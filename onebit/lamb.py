@@ -32,7 +32,7 @@ from .usage.contract import (
     listed_parameters,
     load_checked,
 )
-from .usage.frozen import with_gradient
+from .usage.gradients import with_gradient
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

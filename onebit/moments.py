@@ -26,7 +26,7 @@ from .usage.contract import (
     load_checked,
     loss_of,
 )
-from .usage.frozen import with_gradient
+from .usage.gradients import with_gradient
 from .usage.graphs import Optimizer, outside_graphs
 
 if TYPE_CHECKING:

@@ -61,7 +61,7 @@ from .step.replicated import Journal, Replicated
 from .step.under_way import Lookahead, StepUnderWay, check_delay
 from .step.verdict import all_parts_agree, is_good_alone, reads_late, verdicts
 from .usage.contract import Group, SharedOptions, State, check_is_switch
-from .usage.frozen import gradient_of
+from .usage.gradients import gradient_of
 from .usage.marks import is_inspected
 
 if TYPE_CHECKING:

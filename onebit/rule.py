@@ -24,7 +24,7 @@ from .step.bucket_step import Answer, BucketStep, Decision, Meeting
 from .step.link_probe import CompressionPolicy
 from .step.replicated import Replicated
 from .usage.contract import State
-from .usage.frozen import gradient_of
+from .usage.gradients import gradient_of
 
 Factored: TypeAlias = tuple[float, Tensor, Tensor | Variance]
 """factor·m·D: the factor, m as frames of the codec [W, B] or float32 [W, N], D as float32 [W, N] or a variance."""

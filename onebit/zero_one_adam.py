@@ -24,7 +24,7 @@ from .optimizer import CommonOptions, CompressedOptimizer
 from .rule import LARGEST_MOVE, Factored, Rule, codec_of_gradients
 from .step.bucket_step import Arrived, BucketStep, Decision
 from .usage.contract import Group, State, check_is_switch, check_number, eps_of
-from .usage.frozen import gradient_of
+from .usage.gradients import gradient_of
 from .usage.signature import shows_all_options
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from ..layout.flat import Layout, lay_out
 from ..model_parallel import local
 from ..step.under_way import NAME
 from ..usage.contract import State
-from ..usage.frozen import gradient_of
+from ..usage.gradients import gradient_of
 from .change_world_size import PLACE, reframe, resize
 from .optimizer_state import identity, restore_bucket, restore_rest
 from .owner import StateOwner

@@ -13,7 +13,7 @@ from ..arithmetic.squares import bad_gradients, dot
 from ..comm import Codec, ErrorFeedback, Hierarchy, Wire
 from ..model_parallel import local
 from ..usage.contract import State
-from ..usage.frozen import dense_gradients, gradient_of
+from ..usage.gradients import dense_gradients, gradient_of
 from .flat import Layout
 from .masters import NAME as MASTER
 from .masters import Masters

@@ -23,7 +23,7 @@ from ..comm.messages import raise_on_all_ranks
 from ..model_parallel import ModelParallelGroup, local
 from ..usage.contract import Group, State, check_parameters
 from ..usage.edits import edit_of_groups, edit_of_options
-from ..usage.frozen import gradient_of
+from ..usage.gradients import gradient_of
 from ..usage.graphs import outside_graphs
 from .flat import Layout, least_elements, partition
 

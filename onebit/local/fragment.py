@@ -41,7 +41,7 @@ from ..layout.masters import Masters
 from ..model_parallel import local
 from ..step.driver import StepState, moved
 from ..usage.contract import State, check_is_number
-from ..usage.frozen import check_place, gradient_of
+from ..usage.gradients import check_place, gradient_of
 
 
 @dataclass(frozen=True)

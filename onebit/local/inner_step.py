@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..model_parallel import ModelParallelGroup, local
 from ..usage.contract import State
-from ..usage.frozen import gradient_of
+from ..usage.gradients import gradient_of
 from .fragment import Fragment
 from .replica import Replica
 from .wrapped import are_finite, kept_by_decay

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..agreement.replicas import fingerprints
 from ..model_parallel import local
-from .frozen import gradient_of
+from .gradients import gradient_of
 
 # torch counts writes to a tensor, but not those through its `.data`. So the bits are compared as well in the first 3 of
 # every 100 steps, or of every 100 times that a bucket leaves during backward: 2 ns per element and comparison.

@@ -15,7 +15,7 @@ from ...arithmetic.squares import LARGEST_GRADIENT
 from ...comm import Transport
 from ...comm.messages import gather_bytes
 from ...model_parallel import local
-from ...usage.frozen import refuse_sparse
+from ...usage.gradients import refuse_sparse
 from ...usage.graphs import outside_graphs
 from .layout import UNIT, Chunk, Layout, Piece
 from .places import Place, Stores

@@ -41,7 +41,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ...comm import Transport, Work, torch_versions
 from ...dense import Bucket, DenseAverager, in_buckets, real
 from ...model_parallel import like, local
-from ...usage.frozen import check_place, gradient_of
+from ...usage.gradients import check_place, gradient_of
 from ...usage.marks import marks_of
 from ..grid import Grid
 from .sharding import Sharding, ZeroGrad

@@ -23,7 +23,7 @@ from ...layout.flat import Layout
 from ...layout.masters import NAME as MASTER
 from ...layout.masters import Masters
 from ...usage.contract import State
-from ...usage.frozen import dense_gradients
+from ...usage.gradients import dense_gradients
 
 
 class ParamSlice(NamedTuple):

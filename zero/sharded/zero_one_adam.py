@@ -16,7 +16,7 @@ from torch import Tensor
 from ...arithmetic.schedule import Synchronisations
 from ...step.bucket_step import Answer, Decision, Meeting
 from ...usage.contract import Group, State
-from ...usage.frozen import gradient_of
+from ...usage.gradients import gradient_of
 from ...usage.signature import shows_all_options
 from .adam import ShardedAdamRule
 from .bucket import ShardedBucket

@@ -1,4 +1,4 @@
-"""Parameters that are frozen (requires_grad=False) or have been moved since construction, and sparse gradients."""
+"""Which gradients a step takes: dense ones, of parameters that are not frozen and are where they were."""
 
 from __future__ import annotations
 
