@@ -422,18 +422,18 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         """
         ballot = None
         if self._clips_before_sending:
-            ballot = self._cast(scale, resends)
+            ballot = self._cast(scale, resends=resends)
             self._read(ballot)
-            self._sent_factor = self.stats.clip_factor = self._factor_by(ballot, scale, resends)
+            self._sent_factor = self.stats.clip_factor = self._factor_by(ballot, scale)
             if not math.isfinite(self._sent_factor):
                 return None
         self._launch_rest(scale * self._sent_factor)
-        return self._cast(scale, resends) if ballot is None else ballot
+        return self._cast(scale, resends=resends) if ballot is None else ballot
 
-    def _factor_by(self, ballot: Ballot, scale: float, resends: bool) -> float:
+    def _factor_by(self, ballot: Ballot, scale: float) -> float:
         """The clip factor that the votes ask for, the same on all ranks. They vote once more beyond float32's range."""
         if are_beyond_range(ballot.votes):  # the same votes on all ranks
-            ballot = self._cast(scale, resends, in_float64=True)
+            ballot = self._cast(scale, in_float64=True)
             ballot.read()
         return self.clipper.estimated_factor(ballot.votes, self.transport.world_size)
 
@@ -448,7 +448,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         votes, factor = ballot.votes, self._sent_factor
         resending = [rank for rank, vote in enumerate(votes) if vote.summary.resends]
         if not self._clips_before_sending:
-            factor = self._factor_by(ballot, scale, bool(resending)) if self._estimates_norm else 1.0
+            factor = self._factor_by(ballot, scale) if self._estimates_norm else 1.0
             if not math.isfinite(factor):
                 return None
         is_too_large = self._sent_factor > MOST_TOO_LARGE * factor
@@ -626,7 +626,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
 
     # ---------------------------------------------------------------- what the ranks agree on
 
-    def _cast(self, scale: float, resends: bool, *, in_float64: bool = False) -> Ballot:
+    def _cast(self, scale: float, *, resends: bool = False, in_float64: bool = False) -> Ballot:
         """Send this rank's vote. The sums for clipping are computed on the device, unless in_float64."""
         note = b"" if self._members is None else self._members.note(self.buckets)
         (header, mine), sums = self._own_vote(self.buckets, resends=resends, note=note), None
