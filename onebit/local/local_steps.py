@@ -387,12 +387,13 @@ class LocalSteps(Wrapped):
     def adopt_parameters(self) -> None:
         """Make the current parameters the anchors, and reset all residuals: for weights from elsewhere.
 
-        All ranks. Nothing is taken from a round under way. Sends 16 bytes to each peer.
+        All ranks. Nothing is taken from a round under way. Sends 16 bytes to each peer. If a member is lost meanwhile,
+        nothing is compared, with a warning.
 
         Raises:
-            ReplicaError: Parameters differ between ranks, as they do between rounds.
+            ReplicaError: Parameters differ between ranks, as they do between rounds. On all ranks.
         """
-        self.replica.check_parameters()
+        self._compare("adopt_parameters()", self.replica.check_parameters)
         for fragment in self.fragments:
             self.rounds.drop(fragment)
             fragment.count_anew()
@@ -458,14 +459,16 @@ class LocalSteps(Wrapped):
 
         If a member is lost meanwhile, nothing is compared, with a warning.
         """
+        self._compare("check_replicas()", partial(self.replica.check_anchors, self.steps))
+
+    def _compare(self, call: str, check: Callable[[], None]) -> None:
         try:
             with self.traffic.waited.running():
-                check = partial(self.replica.check_anchors, self.steps)
                 self.model_parallel_group.raise_on_all_ranks(ReplicaError, check)
         except PeerError as error:
             if self._members is None:
                 raise
-            self._lost = self._members.note_lost("check_replicas()", error)
+            self._lost = self._members.note_lost(call, error)
 
     # ---------------------------------------------------------------- members that come and go
 

@@ -21,6 +21,7 @@ from onebit.agreement.step_vote import DesyncError
 from onebit.comm import IdentityCodec, Int8Codec, PeerError, SignCodec, SimTransport, hierarchical, run_ranks
 from onebit.local.intervals import Fixed, interval_of
 from onebit.local.round_vote import weights_of
+from onebit.model_parallel import ModelParallelGroup
 from onebit.reference.codecs import compress
 from onebit.reference.local_steps import LocalSteps as LocalStepsOracle
 from onebit.zero.given import check_optimizer
@@ -171,6 +172,23 @@ def test_adopted_parameters_begin_anew(delay: int) -> None:
     for fresh, again in run_ranks(2, ours):
         np.testing.assert_array_equal(fresh, again)
         assert (again[0] == 1.0).all()
+
+
+def test_no_part_of_a_model_adopts_parameters_if_another_part_differs() -> None:
+    """Two replicas of two stages each, of which the first stages differ."""
+
+    def ours(transport: SimTransport) -> bool:
+        replica, stage = divmod(transport.rank, 2)
+        stages = transport.split([2 * replica, 2 * replica + 1])
+        parts = ModelParallelGroup(SimTransport(), stages=stages)
+        run = Run(transport.split([stage, stage + 2]), every=4, model_parallel_group=parts)
+        with torch.no_grad():
+            run.params[0].fill_(float(replica) if stage == 0 else 1.0)
+        before = run.theta
+        refused(ReplicaError, "must be the same on all ranks", run.optimizer.adopt_parameters)
+        return bool((run.theta == before).all())
+
+    assert all(run_ranks(4, ours))
 
 
 def test_the_bytes_are_those_of_one_bit_rounds() -> None:

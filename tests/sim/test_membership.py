@@ -227,25 +227,30 @@ def test_one_that_does_not_come_to_the_end_is_left_behind() -> None:
 
 
 @pytest.mark.parametrize("fuse", [0, 0.5])
-@pytest.mark.parametrize("make", [adam, local, averaged], ids=["adam", "local", "averaged"])
+@pytest.mark.parametrize(
+    ("make", "call"),
+    [(adam, "check_replicas"), (local, "check_replicas"), (averaged, "check_replicas"), (local, "adopt_parameters")],
+)
 def test_a_member_may_be_lost_while_replicas_are_compared(
-    make: Make, fuse: float, caplog: pytest.LogCaptureFixture
+    make: Make, call: str, fuse: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In a call of the program's, between two steps; with .5 one member has the answer, and another none."""
 
     def work(members: Members) -> Tensor:
         def before_step(optimizer: Any) -> None:
             if optimizer.steps_taken() == 8:
+                if call == "adopt_parameters":  # for which they must be the same
+                    optimizer.sync()
                 if members.rendezvous.name == "b":
                     members._now.fuse[0] = fuse
-                optimizer.check_replicas()
+                getattr(optimizer, call)()
 
         model, optimizer = trained(members, 16, make, before_step)
         optimizer.check_replicas()
         return parameters_of(model)
 
     assert_same_end(founded(Hub(3), work).join(), "ac")
-    assert "check_replicas() was given up, as a member is lost" in caplog.text
+    assert f"{call}() was given up, as a member is lost" in caplog.text
 
 
 def steps_compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
