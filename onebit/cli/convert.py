@@ -348,9 +348,14 @@ def _gradients_of(elements: dict[str, torch.Tensor], group: dict[str, Any], step
 def _in(dtype: torch.dtype | None, weights: Weights) -> Weights:
     found = {name: x if dtype is None or not x.is_floating_point() else x.to(dtype) for name, x in weights.items()}
     for name, x in found.items():
-        if x.dtype != weights[name].dtype and bool((x.isinf() & weights[name].isfinite()).any()):
+        given = weights[name]
+        is_narrower = x.is_floating_point() and torch.finfo(x.dtype).max < torch.finfo(given.dtype).max
+        if is_narrower and bool((x.isinf() & given.isfinite()).any()):
             most = torch.finfo(x.dtype).max
-            raise ValueError(f"{name} has elements beyond {most:g}, the largest of {x.dtype}; keep it, or use bf16")
+            raise ValueError(
+                f"{name} has elements beyond {most:g}, the largest of {x.dtype}; leave out --dtype, or give one with a "
+                "larger range"
+            )
     return found
 
 
