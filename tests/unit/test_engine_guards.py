@@ -490,9 +490,43 @@ class InDicts(nn.Module):
         return x
 
 
-def test_layers_in_containers_are_sharded_one_by_one(start: object) -> None:
-    engines = [start(form, InDicts())[0] for form in ("dense", "dense, stage 3")]
-    assert len(blocks_of(InDicts())) == 6
+class Chain(nn.ModuleList):
+    """A list with a forward pass, which is one layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x).relu()
+        return x
+
+
+class Scaled(nn.Module):
+    """A layer without a forward pass, with a parameter, and lists of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+
+class InLists(nn.Module):
+    """The list has two names, but its layers are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            [Chain([nn.Linear(8, 8), nn.Linear(8, 8)]), Scaled(), nn.ParameterList([torch.ones(8)])]
+        )
+        self.blocks = self.layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        chain, scaled, shifts = self.blocks
+        return scaled.up(chain(x)) * scaled.scale + shifts[0]
+
+
+@pytest.mark.parametrize(("model", "blocks"), [(InDicts, 6), (InLists, 2)])
+def test_layers_in_containers_are_sharded_one_by_one(start: object, model: type[nn.Module], blocks: int) -> None:
+    engines = [start(form, model())[0] for form in ("dense", "dense, stage 3")]
+    assert len(blocks_of(model())) == blocks
     for engine in engines:
         for k in range(3):
             step(engine, k)

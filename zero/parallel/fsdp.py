@@ -149,7 +149,9 @@ def bring_near(model: nn.Module, device: torch.device) -> None:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model: the elements of its outermost ModuleLists and Sequentials, or of containers in these.
+    """The layers of a model: the elements of its outermost ModuleLists and Sequentials.
+
+    An element without a forward pass, as a ModuleDict, is a list of layers itself.
 
     What `keep_whole` has marked is not divided further.
 
@@ -168,14 +170,15 @@ def keep_whole(module: nn.Module) -> None:
 
 
 def _elements(module: nn.Module, is_listed: bool = False) -> Iterator[nn.Module]:
-    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)  # without a forward pass, whose hooks FSDP2 needs
-    if (is_listed and not is_container) or "is_one_block" in module.__dict__:
-        if not is_container:  # else its parameters are gathered with the block around it
+    has_forward = type(module).forward is not nn.Module.forward  # FSDP2 gathers in its hooks
+    if (is_listed and has_forward) or "is_one_block" in module.__dict__:
+        if has_forward:  # else its parameters are gathered with the block around it
             yield module
         return
-    for child in module._modules.values():  # a layer in two places comes twice, unlike in children()
+    is_list = is_listed or isinstance(module, nn.ModuleList | nn.Sequential)
+    for child in module._modules.values() if is_list else module.children():  # a layer twice in a list comes twice
         if child is not None:
-            yield from _elements(child, is_listed or isinstance(module, nn.ModuleList | nn.Sequential))
+            yield from _elements(child, is_list)
 
 
 def begin_micro_batch(model: nn.Module, stage: int, *, is_last: bool) -> None:
