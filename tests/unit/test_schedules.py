@@ -237,13 +237,17 @@ def test_with_each_key_and_without_it_the_rates_are_deepspeeds(case: dict[str, A
 
 @pytest.mark.parametrize("case", GOLDEN["cases"][::5], ids=lambda case: f"{case['type']}-{'-'.join(case['params'])}")
 def test_a_step_to_a_batch_ends_where_the_batches_one_by_one_do(case: dict[str, Any]) -> None:
-    """DeepSpeed's step(last_batch_iteration) counts from 0, so that step(0) is the first step()."""
+    """DeepSpeed's step(last_batch_iteration) counts from 0, so that step(0) is the first step(). It goes back, too."""
     direct, counted = (SCHEDULERS[case["type"]](adam(tuple(GOLDEN["lrs"])), **case["params"]) for _ in range(2))
-    for batch in range(20):
+    rates = []
+    for _ in range(20):
         counted.optimizer.step()
         counted.step()
+        rates.append(counted.get_last_lr())
+    direct.optimizer.step()
+    for batch in (0, 19, 4, 5):
         direct.step(batch)
-        assert direct.get_last_lr() == counted.get_last_lr() and direct.last_epoch == counted.last_epoch
+        assert direct.get_last_lr() == rates[batch] and direct.last_epoch == batch + 1
 
 
 @pytest.mark.parametrize("params", [{}, {"warmup_max_lr": None}])
