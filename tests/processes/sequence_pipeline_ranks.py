@@ -242,6 +242,7 @@ def refused() -> dict[str, str]:
     note("lengths", lambda: engine.train_batch(iter([(ids, ids[:, 1:])] * 2)))
     note("short", lambda: engine.train_batch(iter([(ids[:, :1], ids[:, :1])] * 2)))
     note("hidden", lambda: engine.train_batch(iter([(ids, ids - 101)] * 2)))
+    note("hidden among inputs", lambda: engine.train_batch(iter([((ids, ids - 101), ids)] * 2)))
     note("outputs", lambda: engine.eval_batch(iter([(ids, ids)] * 2), compute_loss=False))
     return words
 

@@ -102,6 +102,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: list[Rank]) -> None:
         ("lengths", "so that each token has one"),
         ("short", "a sequence of 1 tokens is too short for 2 ranks"),
         ("hidden", "targets of -100 hide tokens"),
+        ("hidden among inputs", "targets of -100 hide tokens"),
         ("outputs", "pieces, which have no mean"),
     ],
 )

@@ -67,8 +67,8 @@ class Split:
             shifts: Whether a token's loss is that of the next one's label, and labels of -100 do not count.
 
         Raises:
-            ValueError: Ranks have different batches; a tensor has no token for each of the first input's; a target
-                hides tokens and `shifts` is false; or the sequence is too short.
+            ValueError: Ranks have different batches; a tensor has no token for each of the first input's; a target,
+                perhaps among the inputs, hides tokens and `shifts` is false; or the sequence is too short.
         """
         rank = self.ranks.rank
         columns = [(*_several(inputs), *([] if target is None else [target])) for inputs, target in batches]
@@ -81,6 +81,12 @@ class Split:
                 f"rank {rank}: inputs and targets of split sequences are tensors [b, tokens, ...] of one length, got "
                 f"{[tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in columns[0]]}; shift "
                 "targets before, so that each token has one"
+            )
+        # Inputs, too: without loss_fn the targets are among them.
+        if not shifts and any(not x.is_floating_point() and bool((x == -100).any()) for x in tensors):
+            raise ValueError(
+                f"rank {rank}: targets of -100 hide tokens, and it is not known how the loss counts the others; give "
+                "every token a target"
             )
         self.pieces = self.ranks.pieces(length)
         self.pieces.check_length(rank)
@@ -117,11 +123,6 @@ class Split:
             return None
         if shifts:
             return TargetPiece(*shifted_labels(target, self.pieces, self.ranks.rank))
-        if not target.is_floating_point() and bool((target == -100).any()):
-            raise ValueError(
-                f"rank {self.ranks.rank}: targets of -100 hide tokens, and it is not known how loss_fn counts the "
-                "others; give every token a target"
-            )
         return TargetPiece(self.pieces.cut(target, self.ranks.rank), self.pieces.length / self.pieces.world_size)
 
 
