@@ -788,7 +788,13 @@ class DeepSpeedEngine(Engine):
         self.load_module_state_dict(state_dict, strict)
 
     def adopt_weights(self) -> None:
-        """Take over weights that were changed outside of step(), in the same way on all ranks. All ranks."""
+        """Take over weights that were changed outside of step(), in the same way on all ranks. All ranks.
+
+        Under local steps call `synchronise` before the change: between rounds the ranks' weights differ.
+
+        Raises:
+            ReplicaError: Weights differ between the replicas of local steps.
+        """
         self.form.adopt_parameters()
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "model.safetensors") -> bool:
