@@ -393,9 +393,16 @@ class LocalSteps(Wrapped):
         Raises:
             ReplicaError: Parameters differ between ranks, as they do between rounds. On all ranks.
         """
-        self._compare("adopt_parameters()", self.replica.check_parameters)
+
+        def check() -> None:
+            self.replica.check_parameters()
+            for fragment in self.fragments:
+                comm.wait_all(fragment.tasks)
+
+        self._compare("adopt_parameters()", check)
         for fragment in self.fragments:
-            self.rounds.drop(fragment)
+            if fragment.is_under_way:
+                fragment.discard()
             fragment.count_anew()
         self.replica.adopt_parameters()
 

@@ -265,13 +265,6 @@ class Rounds:
         fragment.complete("resume", "commit")
         self._stats.phase = "round"
 
-    def drop(self, fragment: Fragment) -> None:
-        """Wait for the exchange under way, if there is one, and take nothing from it."""
-        if fragment.is_under_way:
-            with self._waited.running():
-                comm.wait_all(fragment.tasks)
-            fragment.discard()
-
     def _land(self, fragment: Fragment) -> None:
         with self._waited.running():
             comm.wait_all(fragment.tasks)

@@ -229,7 +229,13 @@ def test_one_that_does_not_come_to_the_end_is_left_behind() -> None:
 @pytest.mark.parametrize("fuse", [0, 0.5])
 @pytest.mark.parametrize(
     ("make", "call"),
-    [(adam, "check_replicas"), (local, "check_replicas"), (averaged, "check_replicas"), (local, "adopt_parameters")],
+    [
+        (adam, "check_replicas"),
+        (local, "check_replicas"),
+        (averaged, "check_replicas"),
+        (local, "adopt_parameters"),
+        (partial(local, delay=1), "adopt_parameters"),  # with a round under way
+    ],
 )
 def test_a_member_may_be_lost_while_replicas_are_compared(
     make: Make, call: str, fuse: float, caplog: pytest.LogCaptureFixture
@@ -240,12 +246,15 @@ def test_a_member_may_be_lost_while_replicas_are_compared(
         def before_step(optimizer: Any) -> None:
             if optimizer.steps_taken() == 8:
                 if call == "adopt_parameters":  # for which they must be the same
-                    optimizer.sync()
+                    for p in optimizer.param_groups[0]["params"]:
+                        p.data.fill_(0.5)
                 if members.rendezvous.name == "b":
                     members._now.fuse[0] = fuse
                 getattr(optimizer, call)()
 
         model, optimizer = trained(members, 16, make, before_step)
+        if call == "adopt_parameters":
+            optimizer.sync()
         optimizer.check_replicas()
         return parameters_of(model)
 
