@@ -48,7 +48,7 @@ def test_losses_are_compared_with_the_better_baseline_and_its_noise() -> None:
         "onebit-adam, beta2 0.95": [1.9, 1.9],
     }
     assert [row[-1] for row in demo.loss_table(losses).rows] == ["+5.0 %", "+0.0 %", "+5.0 %", "-5.0 %"]
-    assert "10.0 % apart" in demo.noise(losses)
+    assert "differ by 10.0 %" in demo.noise(losses)
     assert "--seeds 2" in demo.noise({"adamw": [2.0]})
 
 

@@ -69,7 +69,7 @@ def test_the_command_draws_a_layout(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "status", "error"),
     [
-        (["bigbrd"], 1, 'expected one of "dense", "fixed"'),
+        (["bigbrd"], 1, "expected dense, fixed"),
         (["{"], 1, "Expecting property name"),
         (["nowhere.json"], 1, "No such file"),
     ],

@@ -939,12 +939,13 @@ def test_each_kind_of_model_is_compiled_once_however_many_there_are(monkeypatch:
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", lambda f, **_: compiled(f, backend=backend, fullgraph=True))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     monkeypatch.setattr(engines, "_compiled_forward", cache(engines._compiled_forward.__wrapped__))
-    for layers, seed in ((1, 3), (2, 3), (1, 4), (2, 4)):
-        model = build_model(replace(SIZE, layers=layers), seed=seed)
-        plain, fast = init_inference(model), init_inference(model, kernel_inject=True)
-        assert same(fast.generate(prompts(3), max_new_tokens=3), plain.generate(prompts(3), max_new_tokens=3))
+    # not by monkeypatch, which deletes torch's options when it is done
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for layers, seed in ((1, 3), (2, 3), (1, 4), (2, 4)):
+            model = build_model(replace(SIZE, layers=layers), seed=seed)
+            plain, fast = init_inference(model), init_inference(model, kernel_inject=True)
+            assert same(fast.generate(prompts(3), max_new_tokens=3), plain.generate(prompts(3), max_new_tokens=3))
     assert len(graphs) == 2
 
 
