@@ -240,50 +240,24 @@ __device__ __forceinline__ void apply_codes(const u8* frames, i64 frame_stride, 
 
 }  // namespace
 
-ONEBIT_KERNEL int8_encode(float* x, i64 x_stride, const void* error, i64 error_stride, i64 error_kind, u8* frames,
-                          i64 frame_stride, i64 frame_bytes, const int* counts, i64 counts_stride, i64 K, i64 J) {
-  encode_codes<Int8Code>(x, x_stride, error, error_stride, error_kind, frames, frame_stride, frame_bytes, counts,
-                         counts_stride, K, J);
-}
+// The kernels NAME_encode, NAME_decode and NAME_decode_mean of a code.
+#define ONEBIT_CODE(NAME, Code)                                                                                        \
+  ONEBIT_KERNEL NAME##_encode(float* x, i64 x_stride, const void* error, i64 error_stride, i64 error_kind, u8* frames, \
+                              i64 frame_stride, i64 frame_bytes, const int* counts, i64 counts_stride, i64 K, i64 J) { \
+    encode_codes<Code>(x, x_stride, error, error_stride, error_kind, frames, frame_stride, frame_bytes, counts,        \
+                       counts_stride, K, J);                                                                           \
+  }                                                                                                                    \
+  ONEBIT_KERNEL NAME##_decode(const u8* frames, i64 frame_stride, float* out, i64 out_stride, i64 K, i64 J,            \
+                              float weight, float keep, i64 reads_out) {                                               \
+    decode_codes<Code>(frames, frame_stride, out, out_stride, K, J, weight, keep, reads_out);                          \
+  }                                                                                                                    \
+  ONEBIT_KERNEL NAME##_decode_mean(const u8* frames, i64 frame_stride, i64 K, float* out, i64 J, float share) {        \
+    mean_of_codes<Code>(frames, frame_stride, K, out, J, share);                                                       \
+  }
 
-ONEBIT_KERNEL int8_decode(const u8* frames, i64 frame_stride, float* out, i64 out_stride, i64 K, i64 J, float weight,
-                          float keep, i64 reads_out) {
-  decode_codes<Int8Code>(frames, frame_stride, out, out_stride, K, J, weight, keep, reads_out);
-}
-
-ONEBIT_KERNEL int8_decode_mean(const u8* frames, i64 frame_stride, i64 K, float* out, i64 J, float share) {
-  mean_of_codes<Int8Code>(frames, frame_stride, K, out, J, share);
-}
-
-ONEBIT_KERNEL int4_encode(float* x, i64 x_stride, const void* error, i64 error_stride, i64 error_kind, u8* frames,
-                          i64 frame_stride, i64 frame_bytes, const int* counts, i64 counts_stride, i64 K, i64 J) {
-  encode_codes<Int4Code>(x, x_stride, error, error_stride, error_kind, frames, frame_stride, frame_bytes, counts,
-                         counts_stride, K, J);
-}
-
-ONEBIT_KERNEL int4_decode(const u8* frames, i64 frame_stride, float* out, i64 out_stride, i64 K, i64 J, float weight,
-                          float keep, i64 reads_out) {
-  decode_codes<Int4Code>(frames, frame_stride, out, out_stride, K, J, weight, keep, reads_out);
-}
-
-ONEBIT_KERNEL int4_decode_mean(const u8* frames, i64 frame_stride, i64 K, float* out, i64 J, float share) {
-  mean_of_codes<Int4Code>(frames, frame_stride, K, out, J, share);
-}
-
-ONEBIT_KERNEL log4_encode(float* x, i64 x_stride, const void* error, i64 error_stride, i64 error_kind, u8* frames,
-                          i64 frame_stride, i64 frame_bytes, const int* counts, i64 counts_stride, i64 K, i64 J) {
-  encode_codes<Log4Code>(x, x_stride, error, error_stride, error_kind, frames, frame_stride, frame_bytes, counts,
-                         counts_stride, K, J);
-}
-
-ONEBIT_KERNEL log4_decode(const u8* frames, i64 frame_stride, float* out, i64 out_stride, i64 K, i64 J, float weight,
-                          float keep, i64 reads_out) {
-  decode_codes<Log4Code>(frames, frame_stride, out, out_stride, K, J, weight, keep, reads_out);
-}
-
-ONEBIT_KERNEL log4_decode_mean(const u8* frames, i64 frame_stride, i64 K, float* out, i64 J, float share) {
-  mean_of_codes<Log4Code>(frames, frame_stride, K, out, J, share);
-}
+ONEBIT_CODE(int8, Int8Code)
+ONEBIT_CODE(int4, Int4Code)
+ONEBIT_CODE(log4, Log4Code)
 
 ONEBIT_KERNEL int4_apply(const u8* frames, i64 frame_stride, i64 K, i64 J, const int* owners, const i64* params,
                          const i64* first, i64 S, const float* weight, const float* keep) {
