@@ -126,6 +126,44 @@ def modified(engine: deepspeed.DeepSpeedEngine, p: nn.Parameter, name: str) -> d
     }
 
 
+def set_by_parts() -> dict[str, object]:
+    """At stage 3: a step after weights, moments and gradients were changed part by part, and after the same whole."""
+    ask, name, after = deepspeed.utils, "layers.0.weight", []
+    for is_local in (True, False):
+        engine = begin("dense, stage 3")
+        step(engine, 0)
+        p = engine.module.layers[0].weight
+        if is_local:
+            ask.safe_set_local_fp32_param(p, 2 * ask.safe_get_local_fp32_param(p))
+            ask.safe_set_local_optimizer_state(p, 3 * ask.safe_get_local_optimizer_state(p, "exp_avg"), "exp_avg")
+        else:
+            ask.safe_set_full_fp32_param(p, 2 * ask.safe_get_full_fp32_param(p))
+            ask.safe_set_full_optimizer_state(p, 3 * ask.safe_get_full_optimizer_state(p, "exp_avg"), "exp_avg")
+        before = engine.module_state_dict()
+        engine.backward(loss_of(engine, engine.global_rank, 1))
+        if is_local:
+            ask.safe_set_local_grad(p, 0.25 * ask.safe_get_local_grad(p))
+        else:
+            ask.safe_update_full_grad_vectorized([p], lambda grad, param: 0.25 * grad)
+        engine.step()
+        after.append((before, engine.module_state_dict()))
+    of_stage_0 = begin("dense, stage 0")
+    q, part = of_stage_0.module.layers[0].weight, torch.zeros(16, 8)
+    return {
+        "same": all(torch.equal(a[key], b[key]) for a, b in zip(*after, strict=True) for key in a),
+        "moved": not torch.equal(after[0][0][name], after[0][1][name]),
+        "without gradient": error_of(REFUSALS, ask.safe_set_local_grad, p, ask.safe_get_local_fp32_param(p)),
+        "refused": [
+            error_of(REFUSALS, ask.safe_set_local_fp32_param, p, part),
+            error_of(REFUSALS, ask.safe_set_local_optimizer_state, p, part, "exp_avg"),
+        ],
+        "whole": [
+            error_of(REFUSALS, ask.safe_set_local_fp32_param, q, part),
+            error_of(REFUSALS, ask.safe_set_local_optimizer_state, q, part, "exp_avg"),
+        ],
+    }
+
+
 def saved_by_ids() -> dict[str, object]:
     """Of a model at stage 3: what scripts read and write through variables from before the block, on rank 0 or all."""
     engine = begin("dense, stage 3")
@@ -451,6 +489,7 @@ def surface(folder: str) -> dict[str, object]:
         "again": again,
         "whole": whole_parameters(),
         "by ids": saved_by_ids(),
+        "by parts": set_by_parts(),
         "checkpoints": checkpoints(),
         "steps": steps(),
         "topologies": topologies(),

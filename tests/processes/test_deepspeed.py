@@ -37,6 +37,16 @@ def test_scripts_gather_shards_by_their_ids_through_variables_of_their_own(ranks
         assert all(rank["by ids"].values()), [name for name, holds in rank["by ids"].items() if not holds]
 
 
+def test_parts_are_set_as_wholes_are(ranks: list[dict]) -> None:
+    for k, rank in enumerate(ranks):
+        facts = rank["by parts"]
+        assert facts["same"] and facts["moved"]
+        assert facts["without gradient"].startswith(f"ValueError: rank {k}: layers.0.weight has no gradient; call")
+        part = f"ValueError: rank {k}: this rank's part of layers.0.weight has shape (8, 8), got a value of (16, 8)"
+        assert facts["refused"] == [part, part]
+        assert all("below stage 3 ranks hold parameters whole" in text for text in facts["whole"])
+
+
 def test_checkpoints_have_tags_of_which_one_is_the_latest(ranks: list[dict]) -> None:
     for k, rank in enumerate(ranks):
         facts = rank["checkpoints"]

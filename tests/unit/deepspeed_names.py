@@ -153,8 +153,18 @@ SIGNATURES = """
         safe_get_local_grad(param)
         safe_get_local_fp32_param(param)
         safe_get_local_optimizer_state(param, optim_state_key)
+        safe_set_local_grad(param, value)
+        safe_set_local_fp32_param(param, value)
+        safe_set_local_optimizer_state(param, value, optim_state_key)
+        safe_update_full_grad_vectorized(param_list, update_func)
     utils/z3_leaf_module.py -> utils
+        z3_leaf_module(model)
+        get_z3_leaf_modules(model)
+        set_z3_leaf_module(model, flag)
         set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
+        unset_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
+        set_z3_leaf_modules_by_name(model, module_names, flag, raise_if_not_found)
+        set_z3_leaf_modules_by_suffix(model, module_name_suffixes, flag, raise_if_not_found)
     utils/logging.py -> utils
         log_dist(message, ranks, level)
     runtime/dataloader.py -> utils

@@ -14,6 +14,7 @@ import pytest
 import torch
 from errors import refused
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from onebit import zero
@@ -553,6 +554,48 @@ def test_modules_of_a_class_are_gathered_as_one(kinds: list, marked: int, blocks
     assert len(zero.utils.set_z3_leaf_modules(net, kinds)) == marked and len(blocks_of(net)) == blocks
     refused(ValueError, "Wrapped has no module of the classes", zero.utils.set_z3_leaf_modules, net, [nn.Conv2d])
     assert zero.utils.set_z3_leaf_modules(net, [nn.Conv2d], raise_if_not_found=False) == []
+
+
+def test_leaf_modules_are_named_in_other_ways_and_unmarked() -> None:
+    net, utils = Wrapped(), zero.utils
+    assert utils.set_z3_leaf_modules_by_name(net, ["pair", "xyzzy"], raise_if_not_found=False) == (
+        [net.pair],
+        ["xyzzy"],
+    )
+    assert utils.get_z3_leaf_modules(net) == [net.pair] and utils.z3_leaf_module(net.pair)
+    assert utils.unset_z3_leaf_modules(net, [Pair]) == [net.pair] and not utils.get_z3_leaf_modules(net)
+    found, missing = utils.set_z3_leaf_modules_by_suffix(net, ["air"])
+    assert (found, missing) == ([net.pair], []) and len(blocks_of(net)) == 1
+    utils.set_z3_leaf_modules_by_name(net, ["pair"], flag=False)
+    utils.set_z3_leaf_module(net, True)
+    assert utils.get_z3_leaf_modules(net) == [net]
+    refused(ValueError, r"has no module named \['xyzzy'\]", utils.set_z3_leaf_modules_by_name, net, ["xyzzy"])
+    refused(ValueError, r"whose names end in \['x'\]", utils.set_z3_leaf_modules_by_suffix, net, ["x", "pair"])
+
+
+@pytest.mark.parametrize(
+    ("leaf", "blocks", "warned"),
+    [
+        ({"classes": ["Pair", "Absent"]}, 1, ""),
+        ({"classes": "Pair"}, 1, ""),
+        ({"names": ["pair"]}, 1, ""),
+        ({"name_suffixes": "air"}, 1, ""),
+        ({"names": ["pair", "xyzzy"]}, 1, "no module of the model has the name xyzzy"),
+        ({"classes": ["Absent"]}, 0, "the model has no module of these classes"),
+    ],
+)
+def test_a_configuration_names_leaf_modules(
+    start: object, leaf: dict, blocks: int, warned: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    zero_optimization = {"stage": 3, "leaf_module": leaf}
+    engine, *_ = start(model=Wrapped(), config={"zero_optimization": zero_optimization})
+    sharded = [module for module in engine.module.modules() if isinstance(module, FSDPModule)]
+    assert len(sharded) == 1 + blocks
+    lines = [record.getMessage() for record in caplog.records if "leaf_module" in record.getMessage()]
+    assert len(lines) == bool(warned) and all(warned in text for text in lines)
+    caplog.clear()
+    zero.utils.set_z3_leaf_modules(engine.module, [nn.ModuleDict], raise_if_not_found=False)
+    assert "set them before initialize()" in caplog.text
 
 
 def test_a_method_that_meets_shards_names_the_option(start: object) -> None:

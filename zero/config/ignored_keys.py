@@ -136,7 +136,6 @@ ZERO = {
     "mics_hierarchical_params_gather": Inert(BOOL, _FSDP, fine=(False,)),
     "memory_efficient_linear": Inert(BOOL, _FSDP),
     "override_module_apply": Inert(BOOL, "modules are built before they are sharded"),
-    "leaf_module": Inert(OBJECT, _FSDP),
     "zero_quantized_weights": Inert(BOOL, "parameters are gathered in the type computed in", fine=(False,)),
     "zero_quantized_nontrainable_weights": Inert(
         BOOL, "frozen parameters are gathered as the others are", fine=(False,)

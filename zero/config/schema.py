@@ -91,6 +91,10 @@ def _texts(value: object) -> tuple[str, ...]:
     raise TypeError
 
 
+def _names(value: object) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else _texts(value)
+
+
 def _rates(value: object) -> float | tuple[float, ...]:
     return _several(value) if isinstance(value, list | tuple) else _number(value)
 
@@ -108,6 +112,7 @@ TEXT = Kind("a string", _text)
 PAIR = Kind("a list of two numbers", _pair)
 INTS = Kind("a list of integers", _integers)
 TEXTS = Kind("a list of strings", _texts)
+NAMES = Kind("a string, or a list of strings,", _names)
 RATES = Kind("a number, or a list with one for each parameter group,", _rates)
 STEPS = Kind('a number of steps or "auto"', _auto_or_integer)
 DEGREE = Kind('an integer or "auto"', _auto_or_integer)
@@ -242,6 +247,10 @@ class Block:
         cls: type = type(self)
         for name, rule in keys_of(cls).items():
             object.__setattr__(self, name, rule.read(getattr(self, name), f"{cls.__name__}.{name}"))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value by its key, as a dict does: in DeepSpeed `engine.config` is the file's."""
+        return getattr(self, name, default)
 
 
 def changed(made: Block) -> list[str]:

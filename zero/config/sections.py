@@ -17,7 +17,7 @@ from ...comm import CODECS, momentum_codecs
 from . import schema
 from .ignored_keys import ACTIVATIONS, BF16, COMMS_LOGGER, DATA_TYPES, FP16, OFFLOAD, OFFLOAD_PARAM, PIPELINE, ZERO
 from .local_steps import LocalRounds
-from .schema import BOOL, DEGREE, FLOAT, INT, LIST, TEXT, TEXTS, Block, Inert, block, key
+from .schema import BOOL, DEGREE, FLOAT, INT, LIST, NAMES, TEXT, TEXTS, Block, Inert, block, key
 
 DTYPES = ("fp32", "bf16", "fp16")
 _WIRES = tuple(name for name in CODECS if name != "fp32")
@@ -117,6 +117,21 @@ class OffloadParam(Block):
 
 
 @dataclass(frozen=True)
+class LeafModule(Block):
+    """Modules that stage 3 gathers as one, so that ranks may run different parts of them; see `parallel/leaves.py`.
+
+    A layer of a list is gathered as one in any case, with all its experts.
+
+    classes: names of classes, with the Python module's name or without. names: as in `named_modules`. name_suffixes:
+    ends of such names.
+    """
+
+    classes: tuple[str, ...] = key((), NAMES)
+    names: tuple[str, ...] = key((), NAMES)
+    name_suffixes: tuple[str, ...] = key((), NAMES)
+
+
+@dataclass(frozen=True)
 class ZeroOptimization(Block):
     """Sharding: stage 0 none, 1 optimizer state, 2 also gradients, 3 also parameters.
 
@@ -134,6 +149,7 @@ class ZeroOptimization(Block):
     stage3_gather_16bit_weights_on_model_save: bool = key(False, BOOL)
     offload_optimizer: OffloadOptimizer = block(OffloadOptimizer)
     offload_param: OffloadParam = block(OffloadParam)
+    leaf_module: LeafModule = block(LeafModule)
 
     def __post_init__(self) -> None:
         super().__post_init__()

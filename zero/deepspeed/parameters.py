@@ -1,13 +1,13 @@
-"""Complete parameters of which ranks hold parts: `GatheredParameters`, `safe_get_full_*`, `safe_set_full_*`.
+"""Parameters of which ranks hold parts, complete or this rank's part: `GatheredParameters`, `safe_get_*`, `safe_set_*`.
 
     with zero.GatheredParameters(engine.module.head.weight, modifier_rank=0):
         if rank == 0:
             engine.module.head.weight.zero_()
     print(zero.utils.safe_get_full_fp32_param(p).norm())
 
-All ranks that hold the parameter call all functions except the `local` ones, in the same order: they communicate. They
-use the engine that trains it, which `initialize` registers here; before that, and without an engine, parameters are
-whole.
+All ranks that hold the parameter call all functions except `safe_get_local_*`, in the same order, as they communicate.
+They use the engine that trains it, which `initialize` registers here; before that, and without an engine, parameters
+are whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import enum
 import itertools
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -31,7 +31,6 @@ from ...comm.messages import call_of_all, gather_bytes
 from ...layout.masters import master_of
 from ...model_parallel import gathered, like, local
 from ..checkpoint.reshard import fill
-from ..parallel.fsdp import keep_whole
 from .engine import DeepSpeedEngine
 
 log = logging.getLogger(__name__)
@@ -193,34 +192,6 @@ def Init(
             "each rank builds only its own layers"
         )
     return nullcontext()
-
-
-def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Gather each module of these classes as one at stage 3, so that ranks may run different parts of it. Returns them.
-
-    Call it before `initialize`. A layer of a list is gathered as one in any case, with the experts in it.
-
-    Args:
-        model: The model.
-        leaf_module_classes: Classes, or their names, with the module's name or without.
-        raise_if_not_found: False: a model without such modules stays as it is. Default True.
-
-    Raises:
-        ValueError: The model has no such module.
-    """
-    kinds = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
-
-    def is_named(kind: type) -> bool:
-        return not {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}.isdisjoint(leaf_module_classes)
-
-    found = [module for module in model.modules() if isinstance(module, kinds) or is_named(type(module))]
-    if not found and raise_if_not_found:
-        raise ValueError(f"{type(model).__name__} has no module of the classes {list(leaf_module_classes)}")
-    for module in found:
-        keep_whole(module)
-    return found
 
 
 @contextmanager
@@ -405,14 +376,32 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     if held.engine.has_gradients:
         held.engine.sharding.reduce(is_last=True)
     if held.shard.grad is None:
-        raise ValueError(
-            f"rank {held.engine.global_rank}: {held.name} has no gradient; call this between engine.backward(loss) of "
-            "a step's last micro-batch and engine.step()"
-        )
+        raise _no_gradient(held)
     scaled = value * held.engine.fp16_scale.value
     _write(held.shard.grad, scaled)
     if held.p is not held.shard and held.p.grad is not None:  # stage 1 sends it once more in step()
         _write(held.p.grad, scaled)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Replace the complete gradients of several parameters. All ranks, between backward and step().
+
+    Parameters without a gradient on any rank are left alone.
+
+    Args:
+        param_list: Parameters of an engine's module.
+        update_func: Called with a complete mean gradient, float32, without loss scale, and its parameter; returns the
+            new one, the same on all ranks.
+
+    Raises:
+        ValueError: As of `safe_set_full_grad`.
+    """
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -452,11 +441,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
         RuntimeError: The optimizer is not dense: its state belongs together with the residuals of all ranks.
     """
     held = _held(param)
-    if not held.engine.form.has_plain_state:
-        raise RuntimeError(
-            f"the state of {type(held.engine.optimizer).__name__} belongs together with the residuals of all ranks; "
-            "only engine.load_checkpoint can set it"
-        )
+    _refuse_packed(held)
     _check_shape(held, value)
     _write(like(held.shard, _state(held, optim_state_key)), value)
 
@@ -510,6 +495,81 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
     return None if _is_without_state(held) else local(_state(held, optim_state_key)).detach().float().clone()
 
 
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set this rank's elements of a parameter and of its master, at stage 3. All ranks that hold it, each its own part.
+
+    Ranks that hold the same elements, i.e. those of other replicas, set the same values.
+
+    Args:
+        param: A parameter of an engine's module.
+        value: This rank's elements, in the shape that `safe_get_local_fp32_param` returns.
+
+    Raises:
+        ValueError: It belongs to no engine, value has another shape, or ranks hold the parameter whole.
+    """
+    held = _held(param)
+    _check_local(held, value)
+    held.engine.synchronise()
+    with torch.no_grad():
+        local(held.shard).copy_(value)
+        master_of(held.engine.optimizer, held.shard).copy_(value)
+    held.engine.adopt_weights()
+
+
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
+    """Set this rank's gradient of its elements, at stage 3, between backward and step(). Sends nothing.
+
+    Args:
+        param: A parameter of an engine's module.
+        value: As `safe_get_local_grad` returns it: not averaged over replicas, with loss scale.
+
+    Raises:
+        ValueError: It belongs to no engine, value has another shape, ranks hold the parameter whole, or this rank has
+            no gradient.
+    """
+    held = _held(param)
+    _check_local(held, value)
+    if held.shard.grad is None:
+        raise _no_gradient(held)
+    with torch.no_grad():
+        local(held.shard.grad).copy_(value)
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set this rank's elements of a tensor of a dense optimizer's state, at stage 3. Sends nothing.
+
+    Ranks that hold the same elements, i.e. those of other replicas, set the same values.
+
+    Args:
+        param: A parameter of an engine's module.
+        value: This rank's elements, in the shape that `safe_get_local_optimizer_state` returns.
+        optim_state_key: Name of the tensor: "exp_avg", "exp_avg_sq".
+
+    Raises:
+        ValueError: The parameter belongs to no engine, value has another shape, or ranks hold the parameter whole.
+        KeyError: There is no tensor of that name.
+        RuntimeError: The optimizer is not dense: its state belongs together with the residuals of all ranks.
+    """
+    held = _held(param)
+    _refuse_packed(held)
+    _check_local(held, value)
+    with torch.no_grad():
+        local(_state(held, optim_state_key)).copy_(value)
+
+
+def _check_local(held: _Held, value: Tensor) -> None:
+    if held.p is not held.shard or not isinstance(held.p, DTensor):
+        raise ValueError(
+            f"{held.name}: below stage 3 ranks hold parameters whole, and safe_set_local_* is for parts; use "
+            "safe_set_full_*"
+        )
+    if value.shape != local(held.shard).shape:
+        raise ValueError(
+            f"rank {held.engine.global_rank}: this rank's part of {held.name} has shape "
+            f"{tuple(local(held.shard).shape)}, got a value of {tuple(value.shape)}"
+        )
+
+
 def _is_without_state(held: _Held) -> bool:
     return not held.p.requires_grad and not held.engine.optimizer.state.get(held.shard)
 
@@ -524,6 +584,21 @@ def _state(held: _Held, key: str) -> Tensor:
         )
     found: Tensor = state[key]
     return found
+
+
+def _no_gradient(held: _Held) -> ValueError:
+    return ValueError(
+        f"rank {held.engine.global_rank}: {held.name} has no gradient; call this between engine.backward(loss) of a "
+        "step's last micro-batch and engine.step()"
+    )
+
+
+def _refuse_packed(held: _Held) -> None:
+    if not held.engine.form.has_plain_state:
+        raise RuntimeError(
+            f"the state of {type(held.engine.optimizer).__name__} belongs together with the residuals of all ranks; "
+            "only engine.load_checkpoint can set it"
+        )
 
 
 def _refuse_divided(held: _Held, what: str) -> None:

@@ -16,7 +16,7 @@ from ...model_parallel import ModelParallelGroup
 from ..config.whole import Config
 from ..form import Form, Given, is_plain, offloads, pins
 from ..grid import Grid, GridShape
-from ..parallel import fsdp, tensor
+from ..parallel import fsdp, leaves, tensor
 from ..parallel.partitioned import Partitioned
 from ..parallel.sharding import Sharding
 from ..pipeline.layers import Stage, parts_of
@@ -59,6 +59,7 @@ class InNode(Form):
         on_host, stage = cls.share_on_host(config), config.zero_optimization.stage
         whole, methods = fsdp.refused(model) if stage == 3 else None, config.onebit.forward_methods
         if stage == 3:
+            leaves.mark_configured(model, config.zero_optimization.leaf_module, warns=grid.world.rank == 0)
             for part in parts_of(model):
                 blocks = part.blocks() if isinstance(part, Stage) else None
                 options: dict[str, Any] = {"offload": on_host > 0.0, "ratio": on_host, "pin_memory": pins(config)}

@@ -51,6 +51,7 @@ from ...comm import torch_versions
 from ..grid import Grid
 from ..offload.layout import kept
 from ..pipeline.layers import parts_of
+from . import leaves
 from .sharding import Sharding, ZeroGrad
 from .turns import count_passes, forget_uses, groups_of, passes_of, stand_in, take_turns
 
@@ -151,9 +152,7 @@ def bring_near(model: nn.Module, device: torch.device) -> None:
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The layers of a model: the elements of its outermost ModuleLists and Sequentials.
 
-    An element without a forward pass, as a ModuleDict, is a list of layers itself.
-
-    What `keep_whole` has marked is not divided further.
+    An element without a forward pass, as a ModuleDict, is a list of layers itself. A leaf module is one block.
 
     Only those with parameters, none of which is used elsewhere: tied weights belong to the root.
     """
@@ -164,14 +163,9 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [block for block in found if all(holders[p] == 1 and p not in outside for p in block.parameters())]
 
 
-def keep_whole(module: nn.Module) -> None:
-    """Mark a module as one block, within which ranks may run different parts."""
-    module.__dict__["is_one_block"] = True
-
-
 def _elements(module: nn.Module, is_listed: bool = False) -> Iterator[nn.Module]:
     has_forward = type(module).forward is not nn.Module.forward  # FSDP2 gathers in its hooks
-    if (is_listed and has_forward) or "is_one_block" in module.__dict__:
+    if (is_listed and has_forward) or leaves.is_leaf(module):
         if has_forward:  # else its parameters are gathered with the block around it
             yield module
         return
