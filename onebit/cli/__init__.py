@@ -90,8 +90,8 @@ def _run(arguments: list[str]) -> int:
         print(f"onebit: there is no command {arguments[0]!r}\n\n{usage()}", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    module = import_module(f".{COMMANDS[arguments[0]][0]}", __name__)
     try:
+        module = import_module(f".{COMMANDS[arguments[0]][0]}", __name__)
         status: int = module.main(arguments[1:])
         return status
     except UserError as error:

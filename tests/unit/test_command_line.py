@@ -44,6 +44,14 @@ def test_usage_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no command 'docter'" in capsys.readouterr().err
 
 
+def test_an_interrupt_ends_a_command_that_is_still_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*names: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert main(["plan"]) == 130
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -322,7 +322,11 @@ class PipelineModule:
         """The loss of a `TargetPiece`, for split sequences: loss_fn is a mean in which each token counts once."""
 
         def loss(output: object, piece: object) -> Tensor:
-            assert isinstance(piece, TargetPiece)
+            if not isinstance(piece, TargetPiece):
+                raise TypeError(
+                    "sequences are split over ranks, so a target is a tensor with a value for each token, by which "
+                    "the ranks' losses are weighed; these batches have none"
+                )
             return self.loss_fn(output, piece.target) * (piece.target.shape[1] / piece.tokens)
 
         return loss
