@@ -627,7 +627,7 @@ class Engine:
             CheckpointError: Called between two micro-batches of a step (a checkpoint contains no gradients), or as
                 `Checkpoints.save`. Raised on all ranks.
         """
-        tag = tags.checked(tag, self.grid.world)
+        tag = tags.checked(self._default_tag() if tag is None else tag, self.grid.world)
         folder = _folder(save_dir)
         checkpoints = self._in(folder / (tag or ""), keep=1 if tag else self.config.onebit.keep_checkpoints)
         point = tags.pointing(folder, tag) if tag and save_latest else None
@@ -645,6 +645,10 @@ class Engine:
             with self.form.shown():
                 self._export(folder / "model.safetensors")
         return tag or f"step_{self.global_steps:08d}"
+
+    def _default_tag(self) -> str | None:
+        """The tag of a checkpoint that is saved without one; None: it is named by its step."""
+        return None
 
     @every_rank
     def load_checkpoint(

@@ -39,6 +39,7 @@ from ..features.compression import Compression
 from ..features.data_efficiency import DataEfficiency
 from ..features.progressive_layer_drop import ProgressiveLayerDrop
 from ..pipeline.run import Batch
+from . import stand_in
 from .comm import get_local_rank
 from .names import ENGINE, REFUSED, SWITCHED_OFF, why_not
 from .utils import RepeatingLoader
@@ -709,7 +710,10 @@ class DeepSpeedEngine(Engine):
         feature = self.feature_of(ProgressiveLayerDrop)
         return None if feature is None else feature.theta(self.global_steps)
 
-    # ---------------------------------------------------------------- weights
+    # ---------------------------------------------------------------- weights, checkpoints
+
+    def _default_tag(self) -> str | None:
+        return f"global_step{self.global_steps}" if stand_in.is_installed() else None
 
     @every_rank
     def module_state_dict(
@@ -739,6 +743,19 @@ class DeepSpeedEngine(Engine):
             if not (exclude_frozen_parameters and name in frozen):
                 whole[prefix + plain(name)] = gathered(x).detach().to("cpu", copy=True)
         return whole
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """As `module_state_dict`, in the dtype computed in, on rank 0; None elsewhere. transformers calls it.
+
+        Args:
+            exclude_frozen_parameters: Whether to leave out parameters without gradients. Default False.
+        """
+        whole, dtype = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters), self.config.dtype
+        if self.global_rank:
+            return None
+        return {name: x.to(dtype) if x.is_floating_point() else x for name, x in whole.items()}
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     @every_rank
     def load_module_state_dict(

@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.ops`: Adam and AdamW of torch, `onebit.HostAdam`, `Lamb` and `Lion`, under DeepSpeed's names.
+"""DeepSpeed's `deepspeed.ops`: torch's Adagrad, Adam and AdamW, `onebit.HostAdam`, `Lamb` and `Lion`, by its names.
 
 Pass the optimizer to `initialize(optimizer=...)`; the engine averages gradients before each of its steps.
 """
@@ -11,12 +11,13 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ...host_adam import HostAdam
+from ..config.entries.adagrad import AdagradParams
 from ..config.entries.adam import DenseAdamParams
 from ..config.entries.lamb import LambParams
 from ..config.entries.lion import LionParams
 from ..config.optimizers import OptimizerChoice, build_optimizer
 
-__all__ = ["DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLamb", "FusedLion"]
+__all__ = ["DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLamb", "FusedLion"]
 
 
 def FusedAdam(
@@ -197,3 +198,30 @@ def DeepSpeedCPULion(
     if not fp32_optimizer_states:
         raise ValueError("fp32_optimizer_states=False is not supported: Lion's moment is float32; leave it out")
     return FusedLion(model_params, lr, betas, weight_decay)
+
+
+def DeepSpeedCPUAdagrad(
+    model_params: ParamsT,
+    lr: float = 1e-2,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Optimizer:
+    """Adagrad of torch, wherever the parameters are.
+
+    Args:
+        model_params: Parameters or groups.
+        lr: Learning rate. Default 1e-2.
+        eps: Added to the denominator. Default 1e-10.
+        weight_decay: Weight decay, as an L2 term. Default 0.
+        amsgrad: Without effect, as in DeepSpeed.
+        fp32_optimizer_states: Must be True: the sum of squares is float32. Default True.
+
+    Raises:
+        ValueError: An option is not available or out of its range.
+    """
+    if not fp32_optimizer_states:
+        raise ValueError("fp32_optimizer_states=False is not supported: Adagrad's sum is float32; leave it out")
+    given = AdagradParams(lr=lr, eps=eps, weight_decay=weight_decay)
+    return build_optimizer(OptimizerChoice("Adagrad", given), model_params)

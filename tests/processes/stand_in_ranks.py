@@ -1,0 +1,156 @@
+"""What two ranks do with transformers' Trainer, whose `import deepspeed` gives onebit.zero.
+
+transformers is imported within the functions, after `stand_in`: the tests' own process imports this file, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from onebit import zero
+
+STEPS, SAVED = 8, 4
+AUTO = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+ONE_BIT = {"compression": "always", "block": 64}
+ADAMW = {"type": "AdamW", "params": AUTO}
+COUNTS = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
+WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "stage 0": {"optimizer": ADAMW, "zero_optimization": {"stage": 0}},
+    "stage 1": {"optimizer": ADAMW, "zero_optimization": {"stage": 1}},
+    "stage 2": {"optimizer": ADAMW, "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}},
+    "Trainer's optimizer": {"zero_optimization": {"stage": 2}},
+    "its schedule": {
+        "optimizer": ADAMW,
+        "scheduler": {"type": "WarmupDecayLR", "params": WARMUP},
+        "zero_optimization": {"stage": 1},
+    },
+    "offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    "stage 3": {
+        "optimizer": ADAMW,
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+    },
+    "one bit": {
+        "optimizer": {"type": "OneBitAdam", "params": AUTO},
+        "zero_optimization": {"stage": 0},
+        "onebit": ONE_BIT,
+    },
+    "0/1": {"optimizer": {"type": "ZeroOneAdam", "params": AUTO}, "zero_optimization": {"stage": 0}, "onebit": ONE_BIT},
+    "one bit, stage 2": {
+        "optimizer": {"type": "OneBitAdam", "params": AUTO},
+        "zero_optimization": {"stage": 2},
+        "onebit": ONE_BIT,
+    },
+}
+ARGUMENTS: dict[str, dict[str, Any]] = {"stage 1": {"gradient_accumulation_steps": 2}}
+DENSE = [name for name in CONFIGS if name not in ("its schedule", "0/1") and "one bit" not in name]
+
+
+class Rows(torch.utils.data.Dataset):
+    """Texts that count upwards from a random number."""
+
+    def __init__(self, length: int):
+        self.first = torch.randint(0, 64, (length, 1), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def __getitem__(self, k: int) -> dict[str, Tensor]:
+        text = (self.first[k] + torch.arange(12)) % 64
+        return {"input_ids": text, "labels": text}
+
+
+def gpt() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 64, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(
+        GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0)
+    )
+
+
+def train(folder: Path, config: Mapping[str, Any] | None, resume: bool = False, **more: Any) -> tuple[Any, dict]:
+    """A Trainer after its run, and the complete weights at its end."""
+    from transformers import Trainer, TrainingArguments
+
+    given = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1, "warmup_steps": 2}
+    given |= {"max_steps": STEPS, "save_steps": SAVED, "eval_steps": SAVED, "eval_strategy": "steps", "report_to": []}
+    chosen = {"use_cpu": True} if config is None else {"deepspeed": json.loads(json.dumps({**config, **COUNTS}))}
+    arguments = TrainingArguments(str(folder), disable_tqdm=True, **given | chosen | more)
+    trainer = Trainer(gpt(), arguments, train_dataset=Rows(512), eval_dataset=Rows(16))
+    trainer.train(resume_from_checkpoint=resume or None)
+    if config is None:
+        return trainer, {name: x.detach().clone() for name, x in trainer.model.state_dict().items()}
+    return trainer, trainer.deepspeed.module_state_dict()
+
+
+def plain_cases(folder: str) -> dict[str, Any]:
+    """Trainer by itself, with and without accumulation."""
+    runs = {"stage 0": {}, "stage 1": ARGUMENTS["stage 1"]}
+    return {name: logged(train(Path(folder, name[-1]), None, **more)[0]) for name, more in runs.items()}
+
+
+def logged(trainer: Any) -> dict[str, Any]:
+    steps = [line for line in trainer.state.log_history if "loss" in line]
+    return {
+        "losses": [line["loss"] for line in steps],
+        "norms": [line["grad_norm"] for line in steps],
+        "rates": [line["learning_rate"] for line in steps],
+        "evaluated": [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line],
+    }
+
+
+def cases(folder: str) -> dict[str, Any]:
+    """Each configuration: trained, saved, and resumed from the middle."""
+    zero.stand_in()
+    facts: dict[str, Any] = {}
+    for name, config in CONFIGS.items():
+        more, place = ARGUMENTS.get(name, {}), Path(folder, name.replace(" ", "_"))
+        trainer, end = train(place, config, **more)
+        trainer.save_model(str(place / "end"))
+        if trainer.is_world_process_zero():
+            shutil.rmtree(place / f"checkpoint-{STEPS}")
+        torch.distributed.barrier()
+        resumed, again = train(place, config, resume=True, **more)
+        loaded = load_file(place / "end" / "model.safetensors")
+        facts[name] = {
+            **logged(trainer),
+            "engine": type(trainer.deepspeed).__name__,
+            "same": all(torch.equal(end[key], again[key]) for key in end),
+            "same losses": logged(resumed)["losses"] == logged(trainer)["losses"],
+            "saved": all(torch.allclose(x.float(), end[key].float(), rtol=1e-2) for key, x in loaded.items()),
+            "digest": hashlib.sha256(b"".join(x.float().numpy().tobytes() for x in end.values())).hexdigest(),
+        }
+    facts["from_pretrained"] = from_pretrained_at_stage_3(Path(folder))
+    return facts
+
+
+def from_pretrained_at_stage_3(folder: Path) -> bool:
+    """Whether a model that transformers builds for DeepSpeed's stage 3 has the file's weights, on this rank."""
+    from transformers import GPT2LMHeadModel
+    from transformers.integrations import HfDeepSpeedConfig
+
+    kept = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+    model = GPT2LMHeadModel.from_pretrained(folder / "stage_3" / "end")
+    expected = load_file(folder / "stage_3" / "end" / "model.safetensors")
+    del kept
+    return all(torch.equal(model.state_dict()[name], x) for name, x in expected.items())

@@ -1,0 +1,54 @@
+"""transformers' Trainer with a DeepSpeed JSON, onebit.zero standing in for DeepSpeed; the real library, two ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers: pip install onebit[transformers]")
+
+from ranks import run_torchrun
+from stand_in_ranks import CONFIGS, DENSE, STEPS, cases, plain_cases
+
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return run_torchrun(2, cases, str(tmp_path_factory.mktemp("stand_in")), timeout_s=280).check().results
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The same runs by Trainer's own AdamW under DistributedDataParallel."""
+    return run_torchrun(2, plain_cases, str(tmp_path_factory.mktemp("plain")), timeout_s=280).check().results
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_dense_run_is_that_of_trainer_alone(found: list[dict], plain: list[dict], name: str) -> None:
+    facts, own = found[0][name], plain[0]["stage 1" if name == "stage 1" else "stage 0"]
+    assert facts["losses"] == pytest.approx(own["losses"], abs=2e-5)
+    assert facts["norms"] == pytest.approx(own["norms"], rel=1e-4)
+    assert facts["evaluated"] == pytest.approx(own["evaluated"], abs=2e-5)
+    # The engine has stepped its schedule when Trainer logs the rate, as DeepSpeed's has.
+    assert own["rates"] == pytest.approx(facts["rates"]) or own["rates"][1:] == pytest.approx(facts["rates"][:-1])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_run_learns_resumes_to_the_bit_and_is_saved(found: list[dict], name: str) -> None:
+    for rank in found:
+        facts = rank[name]
+        assert facts["engine"] == "DeepSpeedEngine" and len(facts["losses"]) == STEPS
+        assert facts["losses"][-1] < facts["losses"][0] and all(map(math.isfinite, facts["norms"][-2:]))
+        assert facts["same"] and facts["same losses"] and facts["saved"]
+    assert found[0][name]["digest"] == found[1][name]["digest"]
+
+
+def test_the_file_sets_the_schedule(found: list[dict]) -> None:
+    rates = found[0]["its schedule"]["rates"]
+    assert rates[0] == 0 and max(rates) == pytest.approx(1e-2) and 0 < rates[-1] < rates[2]
+
+
+def test_from_pretrained_at_stage_3_reads_the_file_on_every_rank(found: list[dict]) -> None:
+    assert all(rank["from_pretrained"] for rank in found)

@@ -1,0 +1,83 @@
+"""`import deepspeed` under `zero.stand_in()`: the package, its modules, its version; each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+NAMES = """
+import importlib.metadata, importlib.util, sys, warnings
+warnings.simplefilter("error")
+from onebit import zero
+assert importlib.util.find_spec("deepspeed") is None
+zero.stand_in()
+zero.stand_in()
+assert importlib.util.find_spec("deepspeed") is not None
+assert importlib.metadata.version("deepspeed") == importlib.metadata.metadata("deepspeed")["Version"] == "0.19.6"
+import deepspeed
+assert deepspeed is zero and deepspeed.__version__ == "0.19.6" and deepspeed.__spec__.name == "onebit.zero"
+import deepspeed.ops.adam, deepspeed.runtime.lr_schedules
+from deepspeed import comm, DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.runtime.zero import partition_parameters
+assert deepspeed.ops.adam is sys.modules["onebit.zero.ops.adam"] is sys.modules["deepspeed.ops.adam"]
+assert comm is zero.comm and DeepSpeedEngine is zero.DeepSpeedEngine
+specs = [deepspeed.ops.adam.__spec__, partition_parameters.__spec__]
+assert [spec.name for spec in specs] == ["onebit.zero.ops.adam", "onebit.zero.runtime.zero.partition_parameters"]
+for absent in ("deepspeed.xyzzy", "deepspeed.runtime.xyzzy", "deepspeed.checkpoint.xyzzy", "deepspeed.xyzzy.zyx"):
+    try:
+        importlib.import_module(absent)
+    except ModuleNotFoundError as error:
+        assert "deepspeed" in str(error) and "onebit" not in str(error), error
+    else:
+        raise AssertionError(absent)
+assert "name='deepspeed'" not in repr(list(importlib.metadata.distributions(name="torch")))
+import torch
+whole = torch.arange(4.0)
+copied = clone_tensors_for_torch_save({"a": [whole[:2]], "b": 3})
+assert copied["b"] == 3 and copied["a"][0].untyped_storage().nbytes() == 8 and torch.equal(copied["a"][0], whole[:2])
+"""
+
+LATE = """
+import sys, types
+sys.modules["accelerate"] = types.ModuleType("accelerate")
+from onebit import zero
+try:
+    zero.stand_in()
+except RuntimeError as error:
+    assert "accelerate has been imported" in str(error) and "python -m onebit.zero.deepspeed" in str(error)
+else:
+    raise AssertionError
+"""
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    ended = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+def test_modules_and_version_are_found_by_deepspeeds_name() -> None:
+    run("-c", NAMES)
+
+
+def test_a_library_that_has_looked_already_is_named() -> None:
+    run("-c", LATE)
+
+
+def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("x = 3\n")
+    script = tmp_path / "train.py"
+    script.write_text("import sys, beside, deepspeed\nprint(__name__, sys.argv[1:], beside.x, deepspeed.__name__)\n")
+    ended = run("-m", "onebit.zero.deepspeed", str(script), "--deepspeed", "ds.json")
+    assert ended.stdout == "__main__ ['--deepspeed', 'ds.json'] 3 onebit.zero\n"
+    usage = subprocess.run([sys.executable, "-m", "onebit.zero.deepspeed"], capture_output=True, text=True, cwd=ROOT)
+    assert usage.returncode == 2 and "usage: python -m onebit.zero.deepspeed SCRIPT" in usage.stderr

@@ -1,0 +1,5 @@
+"""DeepSpeed's `deepspeed.ops.adagrad`."""
+
+from ..deepspeed.ops import DeepSpeedCPUAdagrad
+
+__all__ = ["DeepSpeedCPUAdagrad"]
