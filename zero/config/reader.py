@@ -27,10 +27,14 @@ class Choice(Protocol):
 
 @dataclass
 class Reading:
-    """One reading of a configuration: its source, the values that the caller fills in, and messages to log."""
+    """One reading of a configuration: its source, the values that the caller fills in, and messages to log.
+
+    whole: the outermost block, in which advice on unknown keys looks for them.
+    """
 
     source: str
     fills: Mapping[str, object] = field(default_factory=dict)
+    whole: type | None = None
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -149,7 +153,9 @@ def refuse_unknown(
         elif not where and name in FOREIGN:
             reading.warnings.append(f"{reading.at(where, name)} has no effect: {FOREIGN[name]}")
         else:
-            raise ValueError(f"{reading.at(where)}: unknown key {as_json(name)}{_advice(name, known, where, cls)}")
+            raise ValueError(
+                f"{reading.at(where)}: unknown key {as_json(name)}{_advice(name, known, where, cls, reading)}"
+            )
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -159,14 +165,23 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return names[found[0]] if found else None
 
 
-def _advice(name: str, known: list[str], where: str, cls: type | None) -> str:
-    for inner, path in _paths(cls, where) if cls else ():
-        if name in (*keys_of(inner), *blocks_of(inner), *getattr(inner, "inert", {})):
-            return f"; it belongs in {as_json(path)}"
+def _advice(name: str, known: list[str], where: str, cls: type | None, reading: Reading) -> str:
+    inside = [path for inner, path in _paths(cls, where) if _has(inner, name)] if cls else []
+    outside = []
+    if reading.whole is not None:
+        outside = [""] * _has(reading.whole, name)
+        outside += [path for inner, path in _paths(reading.whole, "") if _has(inner, name)]
+    if inside or len(outside) == 1:  # "enabled" is in many blocks, of which none is meant
+        path = (inside or outside)[0]
+        return f"; it belongs {'in ' + as_json(path) if path else 'at the top level'}"
     found = nearest(name, known)
     if found:
         return f"; did you mean {as_json(found)}?"
     return f"; known here: {', '.join(sorted(known))}; a note of yours begins with an underscore"
+
+
+def _has(cls: type, name: str) -> bool:
+    return name in (*keys_of(cls), *blocks_of(cls), *getattr(cls, "inert", {}))
 
 
 def _paths(cls: type, path: str) -> Iterator[tuple[type, str]]:

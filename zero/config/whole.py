@@ -268,10 +268,10 @@ def read_config(
         raise ValueError("expected the name of a file or a dict, got JSON text; pass json.loads(text)")
     if isinstance(config, Mapping):
         data: object = config
-        reading = Reading("config", dict(fills))
+        reading = Reading("config", dict(fills), Config)
     else:
         data = load(Path(config))
-        reading = Reading(Path(config).name, dict(fills))
+        reading = Reading(Path(config).name, dict(fills), Config)
     made = _make(data, world_size, ranks_per_batch, reading)
     if rank == 0:
         for warning in dict.fromkeys(reading.warnings):
