@@ -196,7 +196,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise ValueError(
                 f"rank {self.process_index}: accelerate is configured for {asked}, but the optimizer exchanges "
                 "gradients of whole models; start with torchrun or `accelerate launch --multi_gpu`, without that "
-                "configuration, or shard with onebit.zero"
+                "configuration, or shard with onebit.zero (for a DeepSpeed JSON call zero.stand_in(), and take "
+                "accelerate's own class)"
             )
 
     def prepare_model(
