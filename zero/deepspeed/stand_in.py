@@ -41,8 +41,7 @@ class _Metadata(Distribution):
     """What pip would have written about a package DeepSpeed."""
 
     def read_text(self, filename: str) -> str | None:
-        texts = {"METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n"}
-        return texts.get(filename)
+        return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n" if filename == "METADATA" else None
 
     def locate_file(self, path: object) -> Path:
         return Path(str(path))
@@ -50,9 +49,6 @@ class _Metadata(Distribution):
 
 class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the package, its modules and its metadata."""
-
-    def __init__(self) -> None:
-        self._own: dict[str, tuple[ModuleSpec | None, Any]] = {}
 
     def find_spec(self, fullname: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
         ours = _ours(fullname)
@@ -70,16 +66,16 @@ class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         name = _ours(spec.name)
         assert name is not None
         module = import_module(name)
-        self._own[spec.name] = module.__spec__, module.__loader__
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has set those of DeepSpeed's name, which is no longer to be known here.
-        name = next(name for name, (spec, _) in self._own.items() if module is sys.modules.get(name))
-        module.__spec__, module.__loader__ = self._own.pop(name)
+        given = module.__spec__  # the import system has set the one of DeepSpeed's name
+        assert given is not None
+        module.__spec__ = given.loader_state
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
-        if context is None or context.name in (None, NAME):
+        if context is None or context.name is None or context.name.lower() == NAME:
             yield _Metadata()
 
 
