@@ -27,7 +27,7 @@ __all__ = [
     "export_compressed", "export_pretrained", "export_weights", "fsdp", "get_accelerator", "grid", "import_compressed",
     "import_weights", "init_compression", "init_distributed", "init_inference", "initialize", "log_dist", "materialize",
     "read_checkpoint_weights", "read_config", "redundancy_clean", "ring_attention", "sequence_parallel", "split",
-    "stand_in", "tensor",
+    "stand_in", "tensor", "tp_model_init",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from .deepspeed.accelerator import get_accelerator
     from .deepspeed.comm import init_distributed
     from .deepspeed.engine import DeepSpeedEngine
-    from .deepspeed.initializing import add_config_arguments, initialize
+    from .deepspeed.initializing import add_config_arguments, initialize, tp_model_init
     from .deepspeed.stand_in import stand_in
     from .deepspeed.utils import log_dist
     from .deepspeed.utils import logger as logger
@@ -138,6 +138,7 @@ else:
         "sequence_parallel": ".sequence",
         "split": ".pipeline.split",
         "stand_in": ".deepspeed.stand_in",
+        "tp_model_init": ".deepspeed.initializing",
     }
 
     def __getattr__(name: str):

@@ -130,6 +130,7 @@ SIGNATURES = """
         initialize(args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
             mpu, dist_init_required, collate_fn, config, mesh_param, config_params)
         add_config_arguments(parser)
+        tp_model_init(model, tp_size, dtype, config, **kwargs)
         init_inference(model, config, **kwargs)
     runtime/pipe/module.py -> pipe
         LayerSpec.__init__(typename, *module_args, **module_kwargs)

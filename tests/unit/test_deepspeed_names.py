@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import itertools
+import json
 import logging
 from functools import partial
 from importlib import import_module
@@ -167,6 +168,17 @@ def test_arguments_are_added() -> None:
     assert add_config_arguments(parser) is parser
     assert parser.parse_args([]) == argparse.Namespace(deepspeed=False, deepspeed_config=None)
     assert parser.parse_args(["--deepspeed", "--deepspeed_config", "x.json"]).deepspeed_config == "x.json"
+
+
+def test_slices_are_those_of_the_configuration(tmp_path: Path) -> None:
+    """DeepSpeed's callers name them twice."""
+    net, config = nn.Linear(2, 2), {"tensor_parallel": {"autotp_size": 2}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    for given in (config, tmp_path / "ds.json", {"onebit": {"tensor": 2}}):
+        assert deepspeed.tp_model_init(net, 2, torch.bfloat16, config=given) is net
+    for other in (None, {}, {"tensor_parallel": {"autotp_size": 4}}):
+        given = net, 2, torch.float32, other
+        refused(ValueError, "tp_size is 2, and the configuration has", deepspeed.tp_model_init, *given)
 
 
 class Mpu:

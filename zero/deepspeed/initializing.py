@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils.data import Dataset
 
 from ...comm.launch import detect
 from .. import initializing
+from ..config.compat import load
 from ..config.whole import Fills
 from ..data import Loader
 from ..given import Schedule
@@ -182,6 +184,31 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepspeed", action="store_true", help="use the engine (read by the script, not by onebit)")
     group.add_argument("--deepspeed_config", metavar="FILE", help="read DeepSpeed's JSON from FILE")
     return parser
+
+
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype, config: ConfigLike | None = None, **kwargs: object
+) -> nn.Module:
+    """Return the model as it is: `initialize` divides its layers over ranks, as the configuration says.
+
+    Args:
+        model: The model.
+        tp_size: Ranks that divide a layer, the same as in the configuration.
+        dtype: Without effect: the configuration's is computed in.
+        config: The configuration. Default None.
+        **kwargs: Without effect.
+
+    Raises:
+        ValueError: The configuration does not ask for that number of ranks.
+    """
+    data: Any = load(Path(config)) if isinstance(config, str | os.PathLike) else config or {}
+    asked = (data.get("tensor_parallel") or {}).get("autotp_size") or (data.get("onebit") or {}).get("tensor")
+    if asked != tp_size:
+        raise ValueError(
+            f"tp_size is {tp_size}, and the configuration has {asked}: initialize() divides layers as it says; write "
+            f'"tensor_parallel": {{"autotp_size": {tp_size}}} there, and pass it here as well'
+        )
+    return model
 
 
 def check_mpu(mpu: object, world_size: int) -> None:

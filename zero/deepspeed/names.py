@@ -167,7 +167,6 @@ MODULE: Mapping[str, str] = {
     "replace_transformer_layer": "there are no fused layers; write torch's",
     "revert_transformer_layer": "there are no fused layers; write torch's",
     "module_inject": "there are no fused layers; write torch's",
-    "tp_model_init": 'pass initialize(tensor_plan=...), and "onebit": {"tensor": ...}',
     "set_autotp_mode": 'pass initialize(tensor_plan=...), and "onebit": {"tensor": ...}',
     "DualPipeVEngine": 'take PipelineModule, and "pipeline": {"schedule": "zbv"}, which places stages the same way',
     "DualPipeVModule": 'take PipelineModule, and "pipeline": {"schedule": "zbv"}, which places stages the same way',
