@@ -166,15 +166,15 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _advice(name: str, known: list[str], where: str, cls: type | None, reading: Reading) -> str:
-    inside = [path for inner, path in _paths(cls, where) if _has(inner, name)] if cls else []
-    outside = []
-    if reading.whole is not None:
-        outside = [""] * _has(reading.whole, name)
-        outside += [path for inner, path in _paths(reading.whole, "") if _has(inner, name)]
-    if inside or len(outside) == 1:  # "enabled" is in many blocks, of which none is meant
-        path = (inside or outside)[0]
-        return f"; it belongs {'in ' + as_json(path) if path else 'at the top level'}"
     found = nearest(name, known)
+    places = [path for inner, path in _paths(cls, where) if _has(inner, name)] if cls else []
+    or_else = f", or did you mean {as_json(found)}?" if found and not places else ""
+    if reading.whole is not None and not places:
+        places = [""] * _has(reading.whole, name)
+        places += [path for inner, path in _paths(reading.whole, "") if _has(inner, name)]
+    if 0 < len(places) <= 3:  # "enabled" is in many blocks, of which none is meant
+        named = " or ".join("in " + as_json(path) if path else "at the top level" for path in places)
+        return f"; it belongs {named}{or_else}"
     if found:
         return f"; did you mean {as_json(found)}?"
     return f"; known here: {', '.join(sorted(known))}; a note of yours begins with an underscore"
