@@ -27,6 +27,7 @@ ONE_BIT = {"compression": "always", "block": 64, "warmup_codec": "int8"}
 FORMS = {
     "dense, stage 3": ("AdamW", 3, 2, {}),
     "dense, stage 0": ("AdamW", 0, 1, {}),
+    "dense, stage 1": ("AdamW", 1, 2, {}),
     "replicated": ("OneBitAdam", 0, 1, {}),
     "intra_node, stage 2": ("OneBitAdam", 2, 2, {"bf16": {"enabled": True}}),
     "inter_node": ("OneBitAdam", 1, 1, {}),
@@ -162,6 +163,31 @@ def set_by_parts() -> dict[str, object]:
             error_of(REFUSALS, ask.safe_set_local_optimizer_state, q, part, "exp_avg"),
         ],
     }
+
+
+class Sometimes(nn.Module):
+    """Two layers, of which the second can be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.second(self.first(x)) if both else self.first(x)
+
+
+def set_of_one_rank() -> dict[str, object]:
+    """Of each form: by what the gradient of a layer shrinks that is halved, and that only rank 0 uses."""
+    ask, facts = deepspeed.utils, {}
+    for form in ("dense, stage 0", "dense, stage 1", "replicated", "intra_node, stage 2"):
+        engine = begin(form, Sometimes())
+        p, x = engine.module.second.weight, torch.ones(4, 8, dtype=engine.config.dtype)
+        engine.backward(engine(x, engine.global_rank == 0).square().mean())
+        before = ask.safe_get_full_grad(p)
+        ask.safe_update_full_grad_vectorized([p], lambda grad, param: 0.5 * grad)
+        facts[form] = float(ask.safe_get_full_grad(p).norm() / before.norm())
+        engine.step()
+    return facts
 
 
 def saved_by_ids() -> dict[str, object]:
@@ -490,6 +516,7 @@ def surface(folder: str) -> dict[str, object]:
         "whole": whole_parameters(),
         "by ids": saved_by_ids(),
         "by parts": set_by_parts(),
+        "of one rank": set_of_one_rank(),
         "checkpoints": checkpoints(),
         "steps": steps(),
         "topologies": topologies(),

@@ -47,6 +47,11 @@ def test_parts_are_set_as_wholes_are(ranks: list[dict]) -> None:
         assert all("below stage 3 ranks hold parameters whole" in text for text in facts["whole"])
 
 
+def test_a_gradient_is_set_that_only_one_rank_has(ranks: list[dict]) -> None:
+    for rank in ranks:
+        assert set(rank["of one rank"].values()) == {0.5}, rank["of one rank"]
+
+
 def test_checkpoints_have_tags_of_which_one_is_the_latest(ranks: list[dict]) -> None:
     for k, rank in enumerate(ranks):
         facts = rank["checkpoints"]

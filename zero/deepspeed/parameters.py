@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from ...comm import SimTransport
+from ...comm import SimTransport, torch_versions
 from ...comm.messages import call_of_all, gather_bytes
 from ...layout.masters import master_of
 from ...model_parallel import gathered, like, local
@@ -362,25 +362,31 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Set a parameter's gradient to a complete value. All ranks, between backward and step(), with the same value.
 
-    If the gradient has been sent already, it is sent once more.
+    If the gradient has been sent already, it is sent once more. Ranks whose loss does not use the parameter get one.
 
     Args:
         param: A parameter of an engine's module.
         value: The complete gradient, without loss scale.
 
     Raises:
-        ValueError: It belongs to no engine, value has another shape, or this rank has no gradient.
+        ValueError: It belongs to no engine, value has another shape, or no rank has a gradient.
     """
     held = _held(param)
     _check_shape(held, value)
     if held.engine.has_gradients:
         held.engine.sharding.reduce(is_last=True)
-    if held.shard.grad is None:
+    given = list(dict.fromkeys((held.shard, held.p)))  # stage 1 sends the gradient of p once more in step()
+    here = bytes(x.grad is not None for x in given)
+    for transport in (held.engine.grid.transports["shard"], held.engine.grid.transport):
+        here = bytes(max(column) for column in zip(*gather_bytes(transport, here), strict=True))
+    if not here[0]:
         raise _no_gradient(held)
     scaled = value * held.engine.fp16_scale.value
-    _write(held.shard.grad, scaled)
-    if held.p is not held.shard and held.p.grad is not None:  # stage 1 sends it once more in step()
-        _write(held.p.grad, scaled)
+    for x, is_anywhere in zip(given, here, strict=True):
+        if is_anywhere:
+            if x.grad is None:  # the loss of another rank uses it
+                x.grad = torch.zeros_like(x, dtype=torch_versions.grad_dtype(x))
+            _write(x.grad, scaled)
 
 
 def safe_update_full_grad_vectorized(
