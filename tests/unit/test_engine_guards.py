@@ -566,7 +566,9 @@ def test_leaf_modules_are_named_in_other_ways_and_unmarked() -> None:
     assert utils.unset_z3_leaf_modules(net, [Pair]) == [net.pair] and not utils.get_z3_leaf_modules(net)
     found, missing = utils.set_z3_leaf_modules_by_suffix(net, ["air"])
     assert (found, missing) == ([net.pair], []) and len(blocks_of(net)) == 1
-    utils.set_z3_leaf_modules_by_name(net, ["pair"], flag=False)
+    assert utils.set_z3_leaf_modules_by_suffix(net, "air") == ([net.pair], [])
+    assert utils.set_z3_leaf_modules(net, "Pair") == [net.pair]
+    utils.set_z3_leaf_modules_by_name(net, "pair", flag=False)
     utils.set_z3_leaf_module(net, True)
     assert utils.get_z3_leaf_modules(net) == [net]
     refused(ValueError, r"has no module named \['xyzzy'\]", utils.set_z3_leaf_modules_by_name, net, ["xyzzy"])

@@ -114,8 +114,8 @@ def set_z3_leaf_modules_by_suffix(
 def _of_classes(
     model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
-    found, _ = leaves.find(model, classes)
-    _require(model, bool(found), f"of the classes {list(classes)}", raise_if_not_found)
+    found, missing = leaves.find(model, classes)
+    _require(model, bool(found), f"of the classes {missing}", raise_if_not_found)
     return _mark(model, found, flag)
 
 

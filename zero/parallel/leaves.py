@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from torch import nn
 
@@ -16,6 +17,7 @@ log = logging.getLogger(__name__)
 
 _MARK = "is_leaf_module"
 _Fits = Callable[[str, nn.Module], bool]
+T = TypeVar("T")
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -45,9 +47,9 @@ def find(
         names: Names of modules, as in `named_modules`.
         name_suffixes: Ends of such names.
     """
-    asked: list[tuple[type[nn.Module] | str, _Fits]] = [(each, _of_class(each)) for each in classes]
-    asked += [(each, lambda name, _, each=each: name == each) for each in names]  # type: ignore[misc]
-    asked += [(each, lambda name, _, each=each: name.endswith(each)) for each in name_suffixes]  # type: ignore[misc]
+    asked: list[tuple[type[nn.Module] | str, _Fits]] = [(each, _of_class(each)) for each in _listed(classes)]
+    asked += [(each, lambda name, _, each=each: name == each) for each in _listed(names)]  # type: ignore[misc]
+    asked += [(each, lambda name, _, each=each: name.endswith(each)) for each in _listed(name_suffixes)]  # type: ignore[misc]
     found: dict[nn.Module, None] = {}
     missing = []
     for entry, fits in asked:
@@ -56,6 +58,10 @@ def find(
         if not fitting:
             missing.append(entry)
     return list(found), missing
+
+
+def _listed(given: Sequence[T]) -> Sequence[T | str]:
+    return (given,) if isinstance(given, str) else given  # a string is no list of its letters
 
 
 def _of_class(asked: type[nn.Module] | str) -> _Fits:
