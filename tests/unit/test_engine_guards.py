@@ -583,7 +583,7 @@ def test_leaf_modules_are_named_in_other_ways_and_unmarked() -> None:
         ({"names": ["pair"]}, 1, ""),
         ({"name_suffixes": "air"}, 1, ""),
         ({"names": ["pair", "xyzzy"]}, 1, "no module of the model has the name xyzzy"),
-        ({"classes": ["Absent"]}, 0, "the model has no module of these classes"),
+        ({"classes": ["Absent"]}, 6, "the model has no module of these classes"),
     ],
 )
 def test_a_configuration_names_leaf_modules(
@@ -598,6 +598,15 @@ def test_a_configuration_names_leaf_modules(
     caplog.clear()
     zero.utils.set_z3_leaf_modules(engine.module, [nn.ModuleDict], raise_if_not_found=False)
     assert "set them before initialize()" in caplog.text
+
+
+def test_leaf_modules_of_other_stages_are_not_missed(caplog: pytest.LogCaptureFixture) -> None:
+    model = zero.PipelineModule([nn.Linear(8, 1)], loss_fn=nn.functional.mse_loss)
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "steps_per_print": None}
+    zero_optimization = {"stage": 3, "leaf_module": {"names": ["layers.7"]}}
+    engine, *_ = zero.initialize(model=model, config={**config, "zero_optimization": zero_optimization})
+    assert not [record for record in caplog.records if "leaf_module" in record.getMessage()]
+    engine.close()
 
 
 def test_a_method_that_meets_shards_names_the_option(start: object) -> None:

@@ -59,9 +59,10 @@ class InNode(Form):
         on_host, stage = cls.share_on_host(config), config.zero_optimization.stage
         whole, methods = fsdp.refused(model) if stage == 3 else None, config.onebit.forward_methods
         if stage == 3:
-            leaves.mark_configured(model, config.zero_optimization.leaf_module, warns=grid.world.rank == 0)
             for part in parts_of(model):
                 blocks = part.blocks() if isinstance(part, Stage) else None
+                if blocks is None:  # a pipeline's layer is a block in any case, and other stages have the others
+                    leaves.mark_configured(part, config.zero_optimization.leaf_module, warns=grid.world.rank == 0)
                 options: dict[str, Any] = {"offload": on_host > 0.0, "ratio": on_host, "pin_memory": pins(config)}
                 fsdp.shard(part, grid, stage, dtype=low, blocks=blocks, whole=whole or (), methods=methods, **options)
         if given.fill is not None:
