@@ -78,5 +78,9 @@ def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
     script.write_text("import sys, beside, deepspeed\nprint(__name__, sys.argv[1:], beside.x, deepspeed.__name__)\n")
     ended = run("-m", "onebit.zero.deepspeed", str(script), "--deepspeed", "ds.json")
     assert ended.stdout == "__main__ ['--deepspeed', 'ds.json'] 3 onebit.zero\n"
+    script.write_text("import sys\nprint(sys.path)\n")
+    if sys.version_info >= (3, 11):  # python -P: neither the working directory nor the script's
+        expected = run("-P", "-c", "import sys; print(sys.path)").stdout
+        assert run("-P", "-m", "onebit.zero.deepspeed", str(script)).stdout == expected
     usage = subprocess.run([sys.executable, "-m", "onebit.zero.deepspeed"], capture_output=True, text=True, cwd=ROOT)
     assert usage.returncode == 2 and "usage: python -m onebit.zero.deepspeed SCRIPT" in usage.stderr

@@ -16,6 +16,7 @@ if __name__ == "__main__":
         print("usage: python -m onebit.zero.deepspeed SCRIPT [ARGUMENTS]", file=sys.stderr)
         sys.exit(2)
     del sys.argv[0]
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    if not getattr(sys.flags, "safe_path", False):  # python -P has put no folder in front
+        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     stand_in()
     runpy.run_path(sys.argv[0], run_name="__main__")
