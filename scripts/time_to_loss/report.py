@@ -56,7 +56,7 @@ class Curve:
     losses: Sequence[float]
 
     def at(self, budget_s: float) -> float | None:
-        """The loss that so many seconds buy, between two runs by the logarithm of the seconds.
+        """The loss after a budget of seconds, between two runs by the logarithm of the seconds.
 
         None: no run is so short. Of more seconds than the longest run takes, its loss.
         """
@@ -160,7 +160,7 @@ def report(found: Sequence[Found], timed: Sequence[Timed], control: Sequence[Tim
 
 
 def _table(network: str, lines: Sequence[Curve], timed: Mapping[str, Timed]) -> Iterator[str]:
-    yield f"\n## {network}\n\nLoss that so many seconds buy; *: its longest run takes less, and this is its loss.\n"
+    yield f"\n## {network}\n\nLoss after each budget of seconds; *: the longest run takes less, and this is its loss.\n"
     rows = []
     bought = {line.way: [line.at(budget) for budget in BUDGETS_S] for line in lines}
     best = [min((row[k] for row in bought.values() if row[k] is not None), default=None) for k in range(len(BUDGETS_S))]
