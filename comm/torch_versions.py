@@ -307,16 +307,27 @@ def load_flat_state(model: nn.Module, optimizer: torch.optim.Optimizer, flat: Ma
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     own: Mapping[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
     whole = {name: x for name, x in own.items() if name.endswith(".decoupled_weight_decay")} | dict(flat)
-    if TORCH >= (2, 7):
-        set_optimizer_state_dict(model, optimizer, whole, options=options)
-        return
-    nested: Any = get_optimizer_state_dict(model, optimizer)
-    state, groups = nested["state"], nested["param_groups"]
+    # A flat state names a group by its first parameter, so a group without any has none, and is an error to torch.
+    empty = [(k, group) for k, group in enumerate(optimizer.param_groups) if not group["params"]]
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+    try:
+        if TORCH >= (2, 7):
+            set_optimizer_state_dict(model, optimizer, whole, options=options)
+        else:
+            set_optimizer_state_dict(model, optimizer, _nested(get_optimizer_state_dict(model, optimizer), whole))
+    finally:
+        for k, group in empty:
+            optimizer.param_groups.insert(k, group)
+
+
+def _nested(own: Any, flat: Mapping[str, Any]) -> Any:
+    """A nested state with the values of a flat one."""
+    state, groups = own["state"], own["param_groups"]
     for group in groups:
         for name in group["params"]:
-            state[name] = {key: whole[f"state.{name}.{key}"] for key in state.get(name, ())}
-        group |= {key: whole[f"param_groups.{group['params'][0]}.{key}"] for key in group if key != "params"}
-    set_optimizer_state_dict(model, optimizer, nested)
+            state[name] = {key: flat[f"state.{name}.{key}"] for key in state.get(name, ())}
+        group |= {key: flat[f"param_groups.{group['params'][0]}.{key}"] for key in group if key != "params"}
+    return own
 
 
 # -------------------------------------------------------------------------------- files

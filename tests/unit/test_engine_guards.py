@@ -6,7 +6,7 @@ import copy
 import io
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -104,11 +104,18 @@ def test_a_folder_without_checkpoints_leaves_the_optimizer_as_it_was(start: obje
     assert {key: len(entry) for key, entry in optimizer.state_dict()["state"].items()} == before
 
 
+def in_groups(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """As transformers groups an adapter's parameters, none of which goes without decay."""
+    groups = [{"params": list(params)}, {"params": [], "weight_decay": 0}]
+    return torch.optim.SGD(groups, lr=0.01, momentum=0.9, dampening=0.5, weight_decay=0.1)
+
+
 FIRST_STEPS = {  # the first step of each differs from a step with a state of zeros
     "NAdam": partial(torch.optim.NAdam, lr=0.01),
     "ASGD": partial(torch.optim.ASGD, lr=0.01, t0=2),
     "Rprop": partial(torch.optim.Rprop, lr=0.01),
     "SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9, dampening=0.5),
+    "SGD in groups": in_groups,
 }
 
 
