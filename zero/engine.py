@@ -673,8 +673,8 @@ class Engine:
         Args:
             load_dir: Folder of the checkpoints.
             tag: Name of the checkpoint. Default None: the latest.
-            load_module_strict: False: ignore weights that the model or the checkpoint lacks; only possible without the
-                optimizer's state. Default True.
+            load_module_strict: False: ignore weights that the model or the checkpoint lacks; with the optimizer's state
+                only frozen weights of the model. Default True.
             load_optimizer_states: False: load weights, counts, schedule, data position and random numbers; the
                 optimizer starts anew. Default True.
             load_lr_scheduler_states: False: leave the schedule as it is. Default True.

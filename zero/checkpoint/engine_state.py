@@ -43,7 +43,8 @@ class Contents:
     """The parts of a checkpoint to write or load. Weights always are.
 
     counts: steps, loss scale, data position, random numbers. frozen: weights without gradients. strict: whether all
-    weights of the model, and no others, must be there.
+    weights of the model, and no others, must be there; without it only frozen ones may lack beside the optimizer's
+    state, which the others would not fit.
     """
 
     optimizer: bool = True
@@ -51,13 +52,6 @@ class Contents:
     counts: bool = True
     frozen: bool = True
     strict: bool = True
-
-    def __post_init__(self) -> None:
-        if self.optimizer and not self.strict:
-            raise ValueError(
-                "load_module_strict=False may leave weights out, which would not fit the loaded optimizer state; also "
-                "pass load_optimizer_states=False or load_module_only=True"
-            )
 
 
 class Saved(Training, Protocol):
@@ -156,7 +150,9 @@ def load(engine: Saved, checkpoints: Checkpoints, tag: str | None, contents: Con
     def may_lack(found: Loaded, name: str) -> bool:
         if name.startswith("optimizer."):
             return not contents.optimizer or _parameter_of(name) not in begun
-        return not contents.strict or (name in frozen and bool(found.stamp.get("without_frozen")))
+        if name in frozen and (not contents.strict or found.stamp.get("without_frozen")):
+            return True
+        return not (contents.strict or contents.optimizer)
 
     with engine.form.begun_state() if contents.optimizer else nullcontext():
         tensors = _state(engine)[0] if contents.optimizer else _weights(engine)
