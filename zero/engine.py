@@ -615,8 +615,8 @@ class Engine:
 
         Args:
             save_dir: Folder of the checkpoints.
-            tag: A name. A checkpoint of that name is replaced if this run wrote it or it is of an earlier step. Default
-                None: step_ and the step's number.
+            tag: A name. A checkpoint of that name is replaced if this run wrote it or it is of an earlier step, and
+                always after `stand_in`, as DeepSpeed does. Default None: step_ and the step's number.
             client_state: The caller's values, of each rank; see `tree.pack`. Default None.
             save_latest: Whether `load_checkpoint` without a tag takes this one. Default True.
             exclude_frozen_parameters: Leave out parameters that require no gradients; the model to load into must have
@@ -630,6 +630,7 @@ class Engine:
         tag = tags.checked(self._default_tag() if tag is None else tag, self.grid.world)
         folder = _folder(save_dir)
         checkpoints = self._in(folder / (tag or ""), keep=1 if tag else self.config.onebit.keep_checkpoints)
+        checkpoints.may_replace |= tag is not None and self._replaces_tags
         point = tags.pointing(folder, tag) if tag and save_latest else None
         contents = engine_state.Contents(frozen=not exclude_frozen_parameters)
         engine_state.save(
@@ -645,6 +646,8 @@ class Engine:
             with self.form.shown():
                 self._export(folder / "model.safetensors")
         return tag or f"step_{self.global_steps:08d}"
+
+    _replaces_tags = False  # of other runs
 
     def _default_tag(self) -> str | None:
         """The tag of a checkpoint that is saved without one; None: it is named by its step."""

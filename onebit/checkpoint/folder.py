@@ -42,6 +42,10 @@ class Checkpointing(ABC):
         transport: Connection to the other ranks.
         keep: Number of this run's newest checkpoints to keep. None: all. Those of other runs always stay.
         device: Device of small messages. Default None: the transport's choice.
+
+    Attributes:
+        keep: The same.
+        may_replace: Whether checkpoints of other runs may be replaced. At first not, until one is loaded.
     """
 
     _unreadable: ClassVar[tuple[type[BaseException], ...]] = (Exception,)
@@ -51,7 +55,7 @@ class Checkpointing(ABC):
             raise ValueError(f"keep must be at least 1, or None for all, got {keep}")
         self.folder, self.transport, self.keep, self._device = Path(folder), transport, keep, device
         self._files = CheckpointFiles(self.folder, self._token())
-        self._is_known = False
+        self.may_replace = False
 
     @abstractmethod
     def _check(self, name: str) -> State:
@@ -84,11 +88,11 @@ class Checkpointing(ABC):
             if is_maker:
                 remove(partial)
             raise
-        self._is_known = True
+        self.may_replace = True
         return partial, is_maker
 
     def _make(self, partial: Path) -> None:
-        self._files.begin(partial, is_known=self._is_known)
+        self._files.begin(partial, is_known=self.may_replace)
 
     # ---------------------------------------------------------------- loading
 
@@ -149,7 +153,7 @@ class Checkpointing(ABC):
     def _go_on_from(self, stamp: State) -> None:
         """Continue the run that wrote the checkpoint: from now on its number is this run's."""
         self._files.run = stamp.get("run", self._files.run)
-        self._is_known = True
+        self.may_replace = True
 
     def _newest_whole(self, but: str | None = None) -> str | None:
         every: list[set[str]] = [set(json.loads(answer)) for answer in self._gather(json.dumps(self._files.names()))]

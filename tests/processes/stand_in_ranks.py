@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ def gpt() -> Any:
     )
 
 
-def train(folder: Path, config: Mapping[str, Any] | None, resume: bool = False, **more: Any) -> tuple[Any, dict]:
+def train(folder: Path, config: Mapping[str, Any] | None, resume: str | None = None, **more: Any) -> tuple[Any, dict]:
     """A Trainer after its run, and the complete weights at its end."""
     from transformers import Trainer, TrainingArguments
 
@@ -127,10 +126,7 @@ def cases(folder: str) -> dict[str, Any]:
         more, place = ARGUMENTS.get(name, {}), Path(folder, name.replace(" ", "_"))
         trainer, end = train(place, config, **more)
         trainer.save_model(str(place / "end"))
-        if trainer.is_world_process_zero():
-            shutil.rmtree(place / f"checkpoint-{STEPS}")
-        torch.distributed.barrier()
-        resumed, again = train(place, config, resume=True, **more)
+        resumed, again = train(place, config, resume=f"{place}/checkpoint-{SAVED}", **more)  # and saves the end anew
         loaded = load_file(place / "end" / "model.safetensors")
         facts[name] = {
             **logged(trainer),

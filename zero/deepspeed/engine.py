@@ -712,8 +712,12 @@ class DeepSpeedEngine(Engine):
 
     # ---------------------------------------------------------------- weights, checkpoints
 
+    @property
+    def _replaces_tags(self) -> bool:  # type: ignore[override]
+        return stand_in.is_installed()
+
     def _default_tag(self) -> str | None:
-        return f"global_step{self.global_steps}" if stand_in.is_installed() else None
+        return f"global_step{self.global_steps}" if self._replaces_tags else None
 
     @every_rank
     def module_state_dict(
