@@ -59,7 +59,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "onebit": ONE_BIT,
     },
 }
-ARGUMENTS: dict[str, dict[str, Any]] = {"stage 1": {"gradient_accumulation_steps": 2}}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "stage 1": {"gradient_accumulation_steps": 2},
+    "stage 3": {"label_smoothing_factor": 0.1},  # shifts labels by the name of the model's class
+}
 DENSE = [name for name in CONFIGS if name not in ("its schedule", "0/1") and "one bit" not in name]
 
 
@@ -96,16 +99,16 @@ def train(folder: Path, config: Mapping[str, Any] | None, resume: str | None = N
     chosen = {"use_cpu": True} if config is None else {"deepspeed": json.loads(json.dumps({**config, **COUNTS}))}
     arguments = TrainingArguments(str(folder), disable_tqdm=True, **given | chosen | more)
     trainer = Trainer(gpt(), arguments, train_dataset=Rows(512), eval_dataset=Rows(16))
-    trainer.train(resume_from_checkpoint=resume or None)
+    trainer.train(resume_from_checkpoint=resume)
     if config is None:
         return trainer, {name: x.detach().clone() for name, x in trainer.model.state_dict().items()}
     return trainer, trainer.deepspeed.module_state_dict()
 
 
 def plain_cases(folder: str) -> dict[str, Any]:
-    """Trainer by itself, with and without accumulation."""
-    runs = {"stage 0": {}, "stage 1": ARGUMENTS["stage 1"]}
-    return {name: logged(train(Path(folder, name[-1]), None, **more)[0]) for name, more in runs.items()}
+    """Trainer by itself, with the arguments of each run, and with none."""
+    runs = {"": {}, **ARGUMENTS}
+    return {name: logged(train(Path(folder, name[-1:]), None, **more)[0]) for name, more in runs.items()}
 
 
 def logged(trainer: Any) -> dict[str, Any]:

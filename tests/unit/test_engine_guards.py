@@ -160,6 +160,13 @@ def test_a_checkpoint_leaves_first_steps_to_parameters_that_have_taken_none(
         assert torch.equal(trained(engine, k), clean)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_module_keeps_the_name_of_its_class(start: object, form: str) -> None:
+    engine = start(form)[0]
+    names = [type(module).__name__ for module in engine.module.modules()]
+    assert names == [type(module).__name__ for module in Net().modules()]
+
+
 class Counted(Net):
     """Keeps its extra state as a number: writing into the tensor that shows it changes nothing."""
 

@@ -121,6 +121,8 @@ def shard(
     # Never reshard the root after its forward pass: backward begins with it. At stage 3 that is FSDP2's default.
     resharding = torch_versions.reshard_by_default() if stage == 3 else False
     fully_shard(model, reshard_after_forward=resharding, offload_policy=policies[0], **options)
+    for module in modules:
+        _keep_name(module)
     count_passes(model, modules)
     if grid.shape.size("shard") > 1:
         take_turns(model, modules, grid.transports["shard"], stage)
@@ -128,6 +130,15 @@ def shard(
         register_fsdp_forward_method(model, name)
     model.zero_grad = partial(zero_grad, model)  # type: ignore[method-assign]
     return model
+
+
+def _keep_name(module: nn.Module) -> None:
+    """Give the class that FSDP2 has made for a module the name of the module's own.
+
+    Libraries look it up: transformers' Trainer shifts the labels of a causal language model by the name of its class.
+    """
+    made, own = type(module), type(module).__bases__[-1]
+    made.__name__, made.__qualname__ = own.__name__, own.__qualname__
 
 
 def refused(model: nn.Module) -> set[Tensor]:
