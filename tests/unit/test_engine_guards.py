@@ -161,6 +161,22 @@ def test_a_checkpoint_leaves_first_steps_to_parameters_that_have_taken_none(
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_tied_weights_are_one_tensor_in_a_state_dict(start: object, form: str) -> None:
+    model = Net()
+    model.again = model.head  # as transformers ties embeddings: it writes what shares memory once
+    engine = start(form, model)[0]
+    for whole in (engine.module_state_dict(), engine._consolidated_16bit_state_dict()):
+        assert whole["again.weight"] is whole["head.weight"] and whole["again.bias"] is not whole["again.weight"]
+
+
+def test_the_engine_stays_on_its_device_and_in_its_dtype(start: object) -> None:
+    engine = start(config={"bf16": {"enabled": True}})[0]
+    assert engine.to("cpu:0", dtype=torch.bfloat16) is engine.to(dtype=torch.bfloat16) is engine
+    with pytest.raises(RuntimeError, match=r"computes in torch.bfloat16, asked for torch.float16: the configuration"):
+        engine.to(dtype=torch.float16)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_module_keeps_the_name_of_its_class(start: object, form: str) -> None:
     engine = start(form)[0]
     names = [type(module).__name__ for module in engine.module.modules()]

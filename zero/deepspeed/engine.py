@@ -741,11 +741,15 @@ class DeepSpeedEngine(Engine):
         if keep_vars:
             raise ValueError("keep_vars=True: complete weights are copies; use engine.module.named_parameters()")
         self.synchronise()
-        frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        whole = {} if destination is None else destination
+        params = dict(self.module.named_parameters(remove_duplicate=False))
+        whole, copies = {} if destination is None else destination, dict[Tensor, Tensor]()
         for name, x in self.form.weights().items():
-            if not (exclude_frozen_parameters and name in frozen):
-                whole[prefix + plain(name)] = gathered(x).detach().to("cpu", copy=True)
+            p = params.get(name, x)
+            if exclude_frozen_parameters and name in params and not p.requires_grad:
+                continue
+            if p not in copies:  # tied weights stay one tensor, which transformers writes once
+                copies[p] = gathered(x).detach().to("cpu", copy=True)
+            whole[prefix + plain(name)] = copies[p]
         return whole
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
@@ -757,7 +761,10 @@ class DeepSpeedEngine(Engine):
         whole, dtype = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters), self.config.dtype
         if self.global_rank:
             return None
-        return {name: x.to(dtype) if x.is_floating_point() else x for name, x in whole.items()}
+        for x in whole.values():
+            if x.is_floating_point():
+                x.data = x.data.to(dtype)
+        return whole
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
@@ -831,14 +838,17 @@ class DeepSpeedEngine(Engine):
         """Free gathered parameters."""
         self.sharding.release()
 
-    def to(self: _Self, device: torch.device | str | int | None = None) -> _Self:
-        """Return the engine if it is on this device already. Raises RuntimeError for any other device.
+    def to(self: _Self, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None) -> _Self:
+        """Return the engine if it computes there, in this dtype. Raises RuntimeError for another device or dtype.
 
         Args:
             device: The device. Default None: the engine's.
+            dtype: The dtype that the configuration has chosen. Default None: that.
         """
+        if dtype not in (None, self.config.dtype):
+            raise RuntimeError(f"the engine computes in {self.config.dtype}, asked for {dtype}: {REFUSED['type']}")
         wanted = self.device if device is None else torch.device(device)
-        if wanted.type != self.device.type or wanted.index not in (None, self.device.index):
+        if wanted.type != self.device.type or wanted.index not in (None, self.device.index or 0):
             raise RuntimeError(
                 f"the engine computes on {self.device} and stays there, asked for {wanted}; leave it out"
             )
