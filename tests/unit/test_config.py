@@ -292,6 +292,7 @@ def test_notes_and_what_other_programs_read_are_warned_about(caplog: pytest.LogC
     blocks = {
         **notes,
         "comms_config": {"enabled": True},
+        "zero_optimization.stage3_prefetch_bucket_size": 921.6,
         "cuda_visible_devices": "0,1",
         "optimizer": {"type": "Adam", **notes, "params": {"lr": 0.5, **notes}},
         "zero_optimization": {"stage": 1, **notes, "offload_optimizer": {"device": "none", **notes}},
@@ -306,7 +307,7 @@ def test_notes_and_what_other_programs_read_are_warned_about(caplog: pytest.LogC
     for place in (*places, "flops_profiler."):
         assert f"config: {place}_comment has no effect: it is read as a comment" in caplog.messages
     assert "config: cuda_visible_devices has no effect: set CUDA_VISIBLE_DEVICES in the environment" in caplog.messages
-    assert len(caplog.messages) == 6 * len(notes) + 2
+    assert len(caplog.messages) == 6 * len(notes) + 3
     for wrong in ({"cuda_visible_device": "0"}, {"zero_optimization": {"comms_config": {}}}, {"xyzzy": 1}):
         refused(ValueError, r"unknown key .*; a note of yours begins with an underscore", small, **wrong)
 
