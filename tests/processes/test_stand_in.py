@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +56,38 @@ def test_the_file_sets_the_schedule(found: list[dict]) -> None:
 
 def test_from_pretrained_at_stage_3_reads_the_file_on_every_rank(found: list[dict]) -> None:
     assert all(rank["from_pretrained"] for rank in found)
+
+
+LOOP = """
+import sys
+from pathlib import Path
+import torch
+from accelerate import Accelerator
+
+accelerator, net = Accelerator(), torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+batches = torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)
+engine, optimizer, batches = accelerator.prepare(net, optimizer, batches)
+for x in batches:
+    loss = engine(x).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.wait_for_everyone()
+rank, weights = accelerator.process_index, engine.module_state_dict()
+Path(sys.argv[1], str(rank)).write_text(f"{type(engine).__name__} {accelerator.num_processes} {weights}")
+accelerator.end_training()
+"""
+
+
+def test_accelerate_launches_ranks(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    own = [sys.executable, "-m", "onebit.zero.deepspeed"]
+    launch = [*own, "-m", "accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "2"]
+    ranks = ["--num_processes", "2", "--num_machines", "1", "--main_process_port", "0", "--mixed_precision", "no"]
+    line = [*launch, *ranks, *own[1:], str(tmp_path / "loop.py"), str(tmp_path)]
+    root, env = Path(__file__).resolve().parents[2], {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(line, cwd=root, env=env, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    first, second = ((tmp_path / str(rank)).read_text() for rank in range(2))
+    assert first == second and first.startswith("DeepSpeedEngine 2 ")

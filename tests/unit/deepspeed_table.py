@@ -78,6 +78,7 @@ MODULES: dict[str, str] = {
     "compression.compress": "[compression](compression.md)",
     "compression.helper": "for GPT-2's layers, before `init_compression`",
     "elasticity": "for the script that starts the ranks",
+    "launcher.runner": "for `accelerate launch`",
     "moe.utils": "for models without experts",
     "ops.adam": "torch's; `DeepSpeedCPUAdam`: [`HostAdam`](memory.md#adam-in-host-memory) if all parameters are in "
     "host memory; with `fp32_optimizer_states=False` its m is in bfloat16 and v in 8 bits, where DeepSpeed's have the "
@@ -86,6 +87,7 @@ MODULES: dict[str, str] = {
     "ops.lion": "`onebit.Lion`",
     "pipe": "`net.parameters()` stand for those of all stages",
     "runtime.config": "names that `engine.optimizer_name()` returns",
+    "runtime.engine": "",
     "runtime.lr_schedules": "options by name",
     "runtime.pipe.topology": "a `PipelineModule` takes the number of stages of a topology",
     "runtime.utils": "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,10 @@ import deepspeed.ops.adam, deepspeed.runtime.lr_schedules
 from deepspeed import comm, DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
+from deepspeed.runtime.engine import DeepSpeedEngine as same
 from deepspeed.runtime.zero import partition_parameters
+assert DEEPSPEED_ENVIRONMENT_NAME == ".deepspeed_env" and same is DeepSpeedEngine
 assert deepspeed.ops.adam is sys.modules["onebit.zero.ops.adam"] is sys.modules["deepspeed.ops.adam"]
 assert comm is zero.comm and DeepSpeedEngine is zero.DeepSpeedEngine
 specs = [deepspeed.ops.adam.__spec__, partition_parameters.__spec__]
@@ -72,15 +76,18 @@ def test_a_library_that_has_looked_already_is_named() -> None:
     run("-c", LATE)
 
 
-def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_script_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_module: bool) -> None:
     (tmp_path / "beside.py").write_text("x = 3\n")
     script = tmp_path / "train.py"
     script.write_text("import sys, beside, deepspeed\nprint(__name__, sys.argv[1:], beside.x, deepspeed.__name__)\n")
-    ended = run("-m", "onebit.zero.deepspeed", str(script), "--deepspeed", "ds.json")
-    assert ended.stdout == "__main__ ['--deepspeed', 'ds.json'] 3 onebit.zero\n"
+    if is_module:
+        monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    ended = run("-m", "onebit.zero.deepspeed", *(["-m", "train"] if is_module else [str(script)]), "--deepspeed", "a")
+    assert ended.stdout == "__main__ ['--deepspeed', 'a'] 3 onebit.zero\n"
     script.write_text("import sys\nprint(sys.path)\n")
-    if sys.version_info >= (3, 11):  # python -P: neither the working directory nor the script's
+    if sys.version_info >= (3, 11) and not is_module:  # python -P: neither the working directory nor the script's
         expected = run("-P", "-c", "import sys; print(sys.path)").stdout
         assert run("-P", "-m", "onebit.zero.deepspeed", str(script)).stdout == expected
     usage = subprocess.run([sys.executable, "-m", "onebit.zero.deepspeed"], capture_output=True, text=True, cwd=ROOT)
-    assert usage.returncode == 2 and "usage: python -m onebit.zero.deepspeed SCRIPT" in usage.stderr
+    assert usage.returncode == 2 and "usage: python -m onebit.zero.deepspeed {SCRIPT | -m MODULE}" in usage.stderr

@@ -1,5 +1,5 @@
-"""DeepSpeed's `deepspeed.runtime`, as far as scripts need it: optimizers' names, seeds, schedules, topologies."""
+"""DeepSpeed's `deepspeed.runtime`, as far as scripts need it: the engine, optimizers' names, seeds, schedules."""
 
-from . import config, lr_schedules, pipe, utils, zero
+from . import config, engine, lr_schedules, pipe, utils, zero
 
-__all__ = ["config", "lr_schedules", "pipe", "utils", "zero"]
+__all__ = ["config", "engine", "lr_schedules", "pipe", "utils", "zero"]
