@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .deepspeed.parameters import GatheredParameters, Init
+from .deepspeed.parameters import GatheredParameters, Init, register_external_parameter
 
-__all__ = ["GatheredParameters", "Init"]
+__all__ = ["GatheredParameters", "Init", "register_external_parameter"]

@@ -43,7 +43,13 @@ for absent in ("deepspeed.xyzzy", "deepspeed.runtime.xyzzy", "deepspeed.checkpoi
     else:
         raise AssertionError(absent)
 assert "name='deepspeed'" not in repr(list(importlib.metadata.distributions(name="torch")))
+with deepspeed.zero.Init():
+    assert comm.get_rank() == 0 and comm.get_world_size() == 1
+comm.destroy_process_group()
 import torch
+p = torch.nn.Parameter(torch.ones(1))
+assert p.ds_status is partition_parameters.ZeroParamStatus.AVAILABLE and not hasattr(p, "ds_id")
+deepspeed.zero.register_external_parameter(torch.nn.Linear(1, 1), p)
 whole = torch.arange(4.0)
 copied = clone_tensors_for_torch_save({"a": [whole[:2]], "b": 3})
 assert copied["b"] == 3 and copied["a"][0].untyped_storage().nbytes() == 8 and torch.equal(copied["a"][0], whole[:2])

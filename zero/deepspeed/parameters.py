@@ -31,6 +31,7 @@ from ...comm.messages import call_of_all, gather_bytes
 from ...layout.masters import master_of
 from ...model_parallel import gathered, like, local
 from ..checkpoint.reshard import fill
+from .comm import init_distributed
 from .engine import DeepSpeedEngine
 
 log = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ def Init(
 
     Until then every rank holds the whole model; a warning says so once. With remote_device="meta" no rank holds
     anything: `initialize(weights=...)` then gives each rank its shards. The configuration of `initialize` decides what
-    is sharded, offloaded and computed in which dtype.
+    is sharded, offloaded and computed in which dtype. Without "meta" it calls `init_distributed`, as DeepSpeed's does.
 
     Args:
         module: Without effect.
@@ -178,13 +179,16 @@ def Init(
         pin_memory: Without effect.
         config_dict_or_path: Without effect.
         config: Without effect.
-        enabled: False: no warning, and no "meta". Default True.
+        enabled: False: nothing of this. Default True.
         dtype: Without effect.
         mpu: Without effect.
     """
-    if enabled and remote_device == "meta":
+    if not enabled:
+        return nullcontext()
+    if remote_device == "meta":
         return torch.device("meta")
-    if enabled and "Init" not in _warned:
+    init_distributed()  # transformers asks for this process's rank when the model is built
+    if "Init" not in _warned:
         _warned.add("Init")
         log.warning(
             "zero.Init: every rank builds the whole model, and initialize() shards it; if it does not fit into a "
@@ -192,6 +196,15 @@ def Init(
             "each rank builds only its own layers"
         )
     return nullcontext()
+
+
+def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
+    """Does nothing: what a block of stage 3 computes with is gathered with the block.
+
+    Args:
+        module: The module that uses the parameter.
+        parameter: A parameter of another module.
+    """
 
 
 @contextmanager
