@@ -308,16 +308,20 @@ def load_flat_state(model: nn.Module, optimizer: torch.optim.Optimizer, flat: Ma
     own: Mapping[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
     whole = {name: x for name, x in own.items() if name.endswith(".decoupled_weight_decay")} | dict(flat)
     # A flat state names a group by its first parameter, so a group without any has none, and is an error to torch.
-    empty = [(k, group) for k, group in enumerate(optimizer.param_groups) if not group["params"]]
-    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+    groups = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if group["params"]]
     try:
         if TORCH >= (2, 7):
             set_optimizer_state_dict(model, optimizer, whole, options=options)
         else:
             set_optimizer_state_dict(model, optimizer, _nested(get_optimizer_state_dict(model, optimizer), whole))
     finally:
-        for k, group in empty:
-            optimizer.param_groups.insert(k, group)
+        # The dicts stay the same ones: a schedule may set the rates in them, as accelerate's does of an optimizer that
+        # it has made another of.
+        loaded = iter(optimizer.param_groups)
+        for group in groups:
+            group.update(next(loaded) if group["params"] else {})
+        optimizer.param_groups = groups
 
 
 def _nested(own: Any, flat: Mapping[str, Any]) -> Any:

@@ -160,6 +160,22 @@ def test_a_checkpoint_leaves_first_steps_to_parameters_that_have_taken_none(
         assert torch.equal(trained(engine, k), clean)
 
 
+@pytest.mark.parametrize("form", ["dense", "dense, stage 1", "dense, stage 3", "offloaded"])
+def test_a_schedule_of_the_same_groups_goes_on_after_a_load(start: object, form: str, tmp_path: Path) -> None:
+    """As accelerate's, which makes a `DeepSpeedCPUAdam` of the groups of the optimizer that a schedule sets."""
+    net = Net()
+    first = torch.optim.AdamW(net.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(first, lambda k: 2.0**-k)
+    other = torch.optim.AdamW(first.param_groups)
+    engine, optimizer, _ = start(form, net, optimizer=other, config={"optimizer": None})
+    step(engine)
+    engine.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    first.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_tied_weights_are_one_tensor_in_a_state_dict(start: object, form: str) -> None:
     model = Net()
