@@ -47,6 +47,9 @@ with deepspeed.zero.Init():
     assert comm.get_rank() == 0 and comm.get_world_size() == 1
 comm.destroy_process_group()
 import torch
+adamw = {"type": "AdamW", "params": {"lr": 0.1}}
+engine, *_ = deepspeed.initialize(model=torch.nn.Linear(1, 1), config={"train_batch_size": 1, "optimizer": adamw})
+engine.destroy()
 p = torch.nn.Parameter(torch.ones(1))
 assert p.ds_status is partition_parameters.ZeroParamStatus.AVAILABLE and not hasattr(p, "ds_id")
 deepspeed.zero.register_external_parameter(torch.nn.Linear(1, 1), p)

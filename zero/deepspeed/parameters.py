@@ -31,6 +31,7 @@ from ...comm.messages import call_of_all, gather_bytes
 from ...layout.masters import master_of
 from ...model_parallel import gathered, like, local
 from ..checkpoint.reshard import fill
+from . import stand_in
 from .comm import init_distributed
 from .engine import DeepSpeedEngine
 
@@ -111,6 +112,9 @@ def make_known(engine: DeepSpeedEngine) -> None:
     The registry does not keep the engine alive.
     """
     _engines.add(engine)
+    if stand_in.is_installed():
+        # TRL asks parameters for their mark in a forward pass, where they are whole; shards have another of their own.
+        nn.Parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
     for p in engine.module.parameters():
         if isinstance(p, DTensor):
             named = {"ds_id": next(_ids), "ds_status": ZeroParamStatus.NOT_AVAILABLE}

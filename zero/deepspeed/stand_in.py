@@ -101,8 +101,6 @@ def stand_in() -> None:
     Raises:
         RuntimeError: A library has been imported that looks for DeepSpeed as it is imported, or DeepSpeed itself.
     """
-    from .parameters import ZeroParamStatus  # whose engine asks whether there is a stand-in
-
     if is_installed():
         return
     early: Sequence[str] = [name for name in (NAME, *_READ_AT_IMPORT) if name in sys.modules]
@@ -113,8 +111,6 @@ def stand_in() -> None:
         )
     sys.meta_path.insert(0, StandIn())
     vars(import_module(HOME))["__version__"] = VERSION  # libraries compare it
-    # TRL asks parameters for their mark in a forward pass, where they are whole; shards have another of their own.
-    torch.nn.Parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
     if not torch.cuda.is_available() and importlib.util.find_spec("accelerate") is not None:
         _connect_cpus()
 
