@@ -63,6 +63,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "stage 1": {"gradient_accumulation_steps": 2},
     "stage 3": {"label_smoothing_factor": 0.1},  # shifts labels by the name of the model's class
 }
+SLICES = "slices"
+TENSOR = {"optimizer": ADAMW, "zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}
 DENSE = [name for name in CONFIGS if name not in ("its schedule", "0/1") and "one bit" not in name]
 
 
@@ -78,6 +80,15 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, k: int) -> dict[str, Tensor]:
         text = (self.first[k] + torch.arange(12)) % 64
         return {"input_ids": text, "labels": text}
+
+
+def llama() -> Any:
+    """Its layers can be divided."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
 
 
 def gpt() -> Any:
@@ -98,7 +109,8 @@ def train(folder: Path, config: Mapping[str, Any] | None, resume: str | None = N
     given |= {"max_steps": STEPS, "save_steps": SAVED, "eval_steps": SAVED, "eval_strategy": "steps", "report_to": []}
     chosen = {"use_cpu": True} if config is None else {"deepspeed": json.loads(json.dumps({**config, **COUNTS}))}
     arguments = TrainingArguments(str(folder), disable_tqdm=True, **given | chosen | more)
-    trainer = Trainer(gpt(), arguments, train_dataset=Rows(512), eval_dataset=Rows(16))
+    model = llama() if folder.name == SLICES else gpt()
+    trainer = Trainer(model, arguments, train_dataset=Rows(512), eval_dataset=Rows(16))
     trainer.train(resume_from_checkpoint=resume)
     if config is None:
         return trainer, {name: x.detach().clone() for name, x in trainer.model.state_dict().items()}
@@ -109,6 +121,11 @@ def plain_cases(folder: str) -> dict[str, Any]:
     """Trainer by itself, with the arguments of each run, and with none."""
     runs = {"": {}, **ARGUMENTS}
     return {name: logged(train(Path(folder, name[-1:]), None, **more)[0]) for name, more in runs.items()}
+
+
+def one_process(folder: str) -> dict[str, Any]:
+    """Trainer by itself, on the one rank there is."""
+    return logged(train(Path(folder, SLICES), None)[0])
 
 
 def logged(trainer: Any) -> dict[str, Any]:
@@ -139,6 +156,7 @@ def cases(folder: str) -> dict[str, Any]:
             "saved": all(torch.allclose(x.float(), end[key].float(), rtol=1e-2) for key, x in loaded.items()),
             "digest": hashlib.sha256(b"".join(x.float().numpy().tobytes() for x in end.values())).hexdigest(),
         }
+    facts[SLICES] = logged(train(Path(folder, SLICES), TENSOR)[0])
     facts["from_pretrained"] = from_pretrained_at_stage_3(Path(folder))
     return facts
 

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs transformers: pip install onebit[transformers]")
 
 from ranks import run_torchrun
-from stand_in_ranks import CONFIGS, DENSE, STEPS, cases, plain_cases
+from stand_in_ranks import CONFIGS, DENSE, SLICES, STEPS, cases, one_process, plain_cases
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(400)]
 
@@ -47,6 +47,13 @@ def test_a_run_learns_resumes_to_the_bit_and_is_saved(found: list[dict], name: s
         assert facts["losses"][-1] < facts["losses"][0] and all(map(math.isfinite, facts["norms"][-2:]))
         assert facts["same"] and facts["same losses"] and facts["saved"]
     assert found[0][name]["digest"] == found[1][name]["digest"]
+
+
+def test_slices_are_one_process(found: list[dict], tmp_path: Path) -> None:
+    own = run_torchrun(1, one_process, str(tmp_path), timeout_s=120).check().results[0]
+    for rank in found:
+        assert rank[SLICES]["losses"] == pytest.approx(own["losses"], abs=2e-5)
+        assert rank[SLICES]["norms"] == pytest.approx(own["norms"], rel=1e-4)
 
 
 def test_the_file_sets_the_schedule(found: list[dict]) -> None:

@@ -143,6 +143,16 @@ def test_tensor_ranks_read_the_same_batches() -> None:
         refused(ValueError, says, read_config, SMALL | blocks, world_size=8)
 
 
+@pytest.mark.parametrize("given, read", [(32, 16), (16, 16)])
+def test_a_batch_may_count_the_ranks_of_slices(given: int, read: int, caplog: pytest.LogCaptureFixture) -> None:
+    """As transformers does, which fills in all three sizes."""
+    sizes = {"train_batch_size": given, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    config = read_config({**sizes, "tensor_parallel": {"autotp_size": 2}}, world_size=8)
+    assert (config.train_batch_size, config.world_size) == (read, 4)
+    assert ("they read the same samples, 16 in a step" in caplog.text) == (given != read)
+    refused(ValueError, "data-parallel ranks = 8", read_config, {**sizes, "train_batch_size": 64}, world_size=8)
+
+
 def test_old_names_mean_todays(caplog: pytest.LogCaptureFixture) -> None:
     config = read("old_names.json")
     assert config.bf16 == Bf16(True) and config.zero_optimization.stage3_gather_16bit_weights_on_model_save

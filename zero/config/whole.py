@@ -342,6 +342,7 @@ def _make(config: object, world_size: int, ranks_per_batch: int | None, reading:
         )
     world_size //= readers
     sizes = top.train_batch_size, top.train_micro_batch_size_per_gpu, top.gradient_accumulation_steps
+    sizes = _without_slices(*sizes, world_size, top.onebit.tensor or 1, reading)
     try:
         if top.elasticity.enabled:
             sizes = _elastic_sizes(top, world_size, reading)
@@ -351,6 +352,22 @@ def _make(config: object, world_size: int, ranks_per_batch: int | None, reading:
     values = {name: getattr(top, name) for name in [*keys_of(_TopLevel), *blocks_of(_TopLevel)]}
     values |= {"train_batch_size": train, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
     return Config(**values, world_size=world_size, optimizer=optimizer, scheduler=scheduler)
+
+
+def _without_slices(
+    train: int | None, micro: int | None, steps: int | None, world_size: int, slices: int, reading: Reading
+) -> tuple[int | None, int | None, int | None]:
+    """The sizes, train without the ranks that divide layers and so read the same batches.
+
+    DeepSpeed counts them in train_batch_size, and so does transformers, which fills in all three sizes.
+    """
+    if slices > 1 and micro is not None and steps is not None and train == micro * steps * world_size * slices:
+        train //= slices
+        reading.warnings.append(
+            f"{reading.at('train_batch_size')} counts the {slices} ranks of a layer's slices apart; they read the same "
+            f"samples, {train} in a step"
+        )
+    return train, micro, steps
 
 
 def _elastic_sizes(top: _TopLevel, ranks: int, reading: Reading) -> tuple[int, int, int]:
