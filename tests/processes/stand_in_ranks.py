@@ -1,12 +1,15 @@
 """What two ranks do with transformers' Trainer, whose `import deepspeed` gives onebit.zero.
 
-transformers is imported within the functions, after `stand_in`: the tests' own process imports this file, too.
+transformers is imported within the functions, after `stand_in`: the tests' own process imports this file, too. As a
+script it is one rank of `cases`, which no fork can be: those have imported transformers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -139,7 +142,7 @@ def logged(trainer: Any) -> dict[str, Any]:
 
 
 def cases(folder: str) -> dict[str, Any]:
-    """Each configuration: trained, saved, and resumed from the middle."""
+    """Each configuration: trained, saved, and resumed from the middle. In a Python without transformers so far."""
     zero.stand_in()
     facts: dict[str, Any] = {}
     for name, config in CONFIGS.items():
@@ -171,3 +174,8 @@ def from_pretrained_at_stage_3(folder: Path) -> bool:
     expected = load_file(folder / "stage_3" / "end" / "model.safetensors")
     del kept
     return all(torch.equal(model.state_dict()[name], x) for name, x in expected.items())
+
+
+if __name__ == "__main__":
+    given = Path(sys.argv[1])
+    (given / f"{os.environ['RANK']}.json").write_text(json.dumps(cases(str(given))))

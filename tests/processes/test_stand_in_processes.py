@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -12,15 +13,25 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs transformers: pip install onebit[transformers]")
 
+import stand_in_ranks
 from ranks import run_torchrun
-from stand_in_ranks import CONFIGS, DENSE, SLICES, STEPS, cases, one_process, plain_cases
+from stand_in_ranks import CONFIGS, DENSE, SLICES, STEPS, one_process, plain_cases
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return run_torchrun(2, cases, str(tmp_path_factory.mktemp("stand_in")), timeout_s=280).check().results
+    folder = tmp_path_factory.mktemp("stand_in")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run([*torchrun, stand_in_ranks.__file__, str(folder)], timeout_s=280)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def run(line: list[str], timeout_s: float) -> None:
+    root, env = Path(__file__).resolve().parents[2], {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(line, cwd=root, env=env, capture_output=True, text=True, timeout=timeout_s)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +104,6 @@ def test_accelerate_launches_ranks(tmp_path: Path) -> None:
     launch = [*own, "-m", "accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "2"]
     ranks = ["--num_processes", "2", "--num_machines", "1", "--main_process_port", "0", "--mixed_precision", "no"]
     line = [*launch, *ranks, *own[1:], str(tmp_path / "loop.py"), str(tmp_path)]
-    root, env = Path(__file__).resolve().parents[2], {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(line, cwd=root, env=env, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
+    run(line, timeout_s=120)
     first, second = ((tmp_path / str(rank)).read_text() for rank in range(2))
     assert first == second and first.startswith("DeepSpeedEngine 2 ")
