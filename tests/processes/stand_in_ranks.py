@@ -50,6 +50,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "stage3_gather_16bit_weights_on_model_save": True,
         },
     },
+    "stage 2, bf16": {"optimizer": ADAMW, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}},
     "one bit": {
         "optimizer": {"type": "OneBitAdam", "params": AUTO},
         "zero_optimization": {"stage": 0},
@@ -64,11 +65,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "stage 1": {"gradient_accumulation_steps": 2},
+    "stage 2, bf16": {"bf16": True, "use_cpu": True},
     "stage 3": {"label_smoothing_factor": 0.1},  # shifts labels by the name of the model's class
 }
 SLICES = "slices"
 TENSOR = {"optimizer": ADAMW, "zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}
-DENSE = [name for name in CONFIGS if name not in ("its schedule", "0/1") and "one bit" not in name]
+DENSE = [name for name in CONFIGS if name not in ("its schedule", "0/1") and "bit" not in name and "bf16" not in name]
 
 
 class Rows(torch.utils.data.Dataset):
