@@ -14,6 +14,7 @@ import torch
 from errors import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_torchrun
 from torch import Tensor, nn
 
 from onebit.zero.data_efficiency import (
@@ -167,11 +168,16 @@ def test_a_pass_on_a_full_disk_ends_in_an_error(tmp_path: Path, monkeypatch: pyt
     assert _measured(tmp_path, Texts(47))["length"].tolist() == [k % 5 + 1 for k in range(47)]
 
 
+def measure_the_same(folder: str) -> bool:
+    one, two = (_measured(Path(folder, str(n)), Texts(5000), n) for n in (0, 2))
+    return all(np.array_equal(one[name], two[name]) for name in one)
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 def test_several_processes_measure_what_one_does(tmp_path: Path) -> None:
-    one, two = (_measured(tmp_path / str(n), Texts(5000), n) for n in (0, 2))
-    assert all(np.array_equal(one[name], two[name]) for name in one)
+    """In a process of its own: a loader's workers are forks, and those of a session with other threads may hang."""
+    assert run_torchrun(1, measure_the_same, str(tmp_path)).check().results == (True,)
 
 
 def test_metrics_of_another_dataset_are_refused(tmp_path: Path) -> None:
