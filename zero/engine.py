@@ -630,7 +630,7 @@ class Engine:
         tag = tags.checked(self._default_tag() if tag is None else tag, self.grid.world)
         folder = _folder(save_dir)
         checkpoints = self._in(folder / (tag or ""), keep=1 if tag else self.config.onebit.keep_checkpoints)
-        checkpoints.may_replace |= tag is not None and self._replaces_tags
+        checkpoints.may_replace |= tag is not None and self._replaces_tags()
         point = tags.pointing(folder, tag) if tag and save_latest else None
         contents = engine_state.Contents(frozen=not exclude_frozen_parameters)
         engine_state.save(
@@ -647,7 +647,9 @@ class Engine:
                 self._export(folder / "model.safetensors")
         return tag or f"step_{self.global_steps:08d}"
 
-    _replaces_tags = False  # of other runs
+    def _replaces_tags(self) -> bool:
+        """Whether a checkpoint with a tag may replace another run's of that tag."""
+        return False
 
     def _default_tag(self) -> str | None:
         """The tag of a checkpoint that is saved without one; None: it is named by its step."""

@@ -45,7 +45,7 @@ class Checkpointing(ABC):
 
     Attributes:
         keep: The same.
-        may_replace: Whether checkpoints of other runs may be replaced. At first not, until one is loaded.
+        may_replace: Whether checkpoints of other runs may be replaced: from the first that is saved or loaded on.
     """
 
     _unreadable: ClassVar[tuple[type[BaseException], ...]] = (Exception,)

@@ -435,6 +435,11 @@ def test_what_is_frozen_has_no_moments(start: object, form: str) -> None:
     for ask in (zero.utils.safe_get_full_optimizer_state, zero.utils.safe_get_local_optimizer_state):
         found = {name: ask(p, "exp_avg") for name, p in engine.module.named_parameters()}
         assert [name for name, moment in found.items() if moment is None] == ["body.weight", "body.bias"]
+    if form == "dense, stage 3":
+        p = next(engine.module.parameters())
+        part = zero.utils.safe_get_local_fp32_param(p)
+        setting = zero.utils.safe_set_local_optimizer_state
+        refused(KeyError, "it has nothing of a frozen parameter", setting, p, part, "exp_avg")
 
 
 # ---------------------------------------------------------------- micro-batches

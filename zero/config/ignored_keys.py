@@ -19,7 +19,7 @@ def is_comment(name: str) -> bool:
 
 
 _LAUNCHER = "the launcher sets it"
-_NAMED_ABOVE = 'it belongs into the block "zero_optimization", under the name after the dot'
+_DOTTED = 'it belongs in the block "zero_optimization", under the name after the dot'
 FOREIGN = {
     "comms_config": "bytes and waits of each step are in the one-bit optimizers' stats",
     "cuda_visible_devices": "set CUDA_VISIBLE_DEVICES in the environment",
@@ -36,9 +36,9 @@ FOREIGN = {
     "num_nodes": _LAUNCHER,
     "zero3_init_flag": "parameters are sharded by initialize()",
     # TRL writes these for reference models.
-    "zero_optimization.reduce_bucket_size": _NAMED_ABOVE,
-    "zero_optimization.stage3_param_persistence_threshold": _NAMED_ABOVE,
-    "zero_optimization.stage3_prefetch_bucket_size": _NAMED_ABOVE,
+    "zero_optimization.reduce_bucket_size": _DOTTED,
+    "zero_optimization.stage3_param_persistence_threshold": _DOTTED,
+    "zero_optimization.stage3_prefetch_bucket_size": _DOTTED,
 }
 """Top-level keys of public files that DeepSpeed does not know either: it ignores them silently."""
 

@@ -712,12 +712,11 @@ class DeepSpeedEngine(Engine):
 
     # ---------------------------------------------------------------- weights, checkpoints
 
-    @property
-    def _replaces_tags(self) -> bool:  # type: ignore[override]
+    def _replaces_tags(self) -> bool:
         return stand_in.is_installed()
 
     def _default_tag(self) -> str | None:
-        return f"global_step{self.global_steps}" if self._replaces_tags else None
+        return f"global_step{self.global_steps}" if stand_in.is_installed() else None
 
     @every_rank
     def module_state_dict(

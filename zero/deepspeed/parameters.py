@@ -601,9 +601,10 @@ def _state(held: _Held, key: str) -> Tensor:
     state: dict[str, Any] = held.engine.optimizer.state.get(held.shard, {})
     known = [name for name, x in state.items() if isinstance(x, Tensor) and x.dim() > 0]
     if key not in known:
+        none = "nothing before the first step" if held.p.requires_grad else "nothing of a frozen parameter"
         raise KeyError(
             f"{type(held.engine.optimizer).__name__} has no {key!r} of {held.name} now; it has "
-            f"{', '.join(known) or 'nothing before the first step'}"
+            f"{', '.join(known) or none}"
         )
     found: Tensor = state[key]
     return found
