@@ -57,12 +57,13 @@ def bf16_local(model: nn.Module, members: Members) -> onebit.LocalSteps:
 
 
 def cut_off(members: Members, until: threading.Event) -> None:
-    """This member reaches neither the others nor the store, and then does again."""
+    """This member reaches neither the others nor the store, and then does again, and sees that they have gone on."""
     members._now.network.leave(members.rank)
     beats, away = members.rendezvous._beats, Mock(add=Mock(side_effect=MembershipError("cut off")))
     members.rendezvous._beats = away
     assert until.wait(30)
     members.rendezvous._beats = beats
+    assert members.rendezvous.is_over.wait(30)  # else it would take a local step or two more, as it looks now and then
 
 
 class Joined:
