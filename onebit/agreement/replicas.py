@@ -22,7 +22,7 @@ from ..comm.transports.notes import calling
 
 log = logging.getLogger(__name__)
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 17  # elements, whose int64 products stay in the cache
 
 
 class ReplicaError(RuntimeError):
