@@ -37,6 +37,7 @@ from .given import Schedule, check_fits, optimizer_for, scheduler_for
 from .grid import Grid
 from .lr_schedulers import build_scheduler
 from .monitor import open_monitors
+from .parallel import divided
 from .parallel.groups import Groups, remembered, trained
 from .parallel.model_plan import training_plan
 from .parallel.tensor import Plan
@@ -93,6 +94,11 @@ def initialize(
 
     # Each rank alone checks all it can, before the grid: a later error on one rank would leave the others waiting.
     if read.pipeline.ranks > 1:
+        if isinstance(model, nn.Module) and divided.has_parts(model):
+            raise ValueError(
+                f"rank {rank}: the model was built in zero.Init, every parameter in parts on all ranks, and the stages "
+                "of a pipeline hold different layers: build it without zero.Init, or as a PipelineModule of LayerSpecs"
+            )
         if huggingface.is_decoder(model):
             model = huggingface.DecoderPipeline(cast(nn.Module, model), read.pipeline)
         pipeline.check(read, model)
@@ -151,10 +157,17 @@ def initialize(
         if read.zero_optimization.offload_param.device == "none":
             to_device(model, grid.device)
 
+    fill: Callable[..., object] | None = None
+    if divided.has_parts(model):
+        if read.zero_optimization.stage == 3:
+            fill = partial(divided.give_parts, parts=divided.take_parts(model))
+        else:
+            divided.complete(model)
+    if weights is not None:
+        fill = partial(materialize, weights=weights, seed=seed, is_stage=bool(stages))
     # Features change the whole model, as they find modules by their classes and shapes; then the form shards it.
     for feature in features:
         feature.prepare(model, grid, is_part=bool(stages))
-    fill = None if weights is None else partial(materialize, weights=weights, seed=seed, is_stage=bool(stages))
     form = build(Given(read, grid, model, groups, make_optimizer, tensor_plan, fill))
     if make_optimizer is not None:
         check_fits(form.optimizer, grid.shape)

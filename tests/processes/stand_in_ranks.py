@@ -167,7 +167,7 @@ def cases(folder: str) -> dict[str, Any]:
 
 
 def from_pretrained_at_stage_3(folder: Path) -> bool:
-    """Whether a model that transformers builds for DeepSpeed's stage 3 has the file's weights, on this rank."""
+    """Whether a model that transformers builds in parts, for DeepSpeed's stage 3, has the file's weights."""
     from transformers import GPT2LMHeadModel
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -175,6 +175,7 @@ def from_pretrained_at_stage_3(folder: Path) -> bool:
     model = GPT2LMHeadModel.from_pretrained(folder / "stage_3" / "end")
     expected = load_file(folder / "stage_3" / "end" / "model.safetensors")
     del kept
+    assert all(hasattr(p, "ds_id") and p.to_local().numel() < p.ds_numel for p in model.parameters())
     return all(torch.equal(model.state_dict()[name], x) for name, x in expected.items())
 
 

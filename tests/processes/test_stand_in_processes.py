@@ -72,7 +72,7 @@ def test_the_file_sets_the_schedule(found: list[dict]) -> None:
     assert rates[0] == 0 and max(rates) == pytest.approx(1e-2) and 0 < rates[-1] < rates[2]
 
 
-def test_from_pretrained_at_stage_3_reads_the_file_on_every_rank(found: list[dict]) -> None:
+def test_from_pretrained_at_stage_3_gives_every_rank_its_part(found: list[dict]) -> None:
     assert all(rank["from_pretrained"] for rank in found)
 
 

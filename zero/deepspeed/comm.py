@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed
@@ -57,6 +58,7 @@ log = logging.getLogger(__name__)
 _MOST_WAITING = timedelta(minutes=30)  # DeepSpeed's
 _DEFAULT_S = 300.0
 _started: list[Transport] = []
+_worlds: WeakKeyDictionary[object, Transport] = WeakKeyDictionary()
 
 
 def init_distributed(
@@ -118,6 +120,15 @@ def init_distributed(
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
     _check_backend(backend)
     _started.append(init(backend, timeout.total_seconds(), levels=1, hops=1))
+
+
+def world() -> Transport:
+    """The connection between all ranks of torch.distributed, which is started if it is not running. All ranks."""
+    init_distributed()
+    group = torch.distributed.group.WORLD
+    if group not in _worlds:
+        _worlds[group] = init(None, timeout_s(), levels=1, hops=1)
+    return _worlds[group]
 
 
 def default_backend() -> str:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import copy
 import enum
 import itertools
-import logging
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,11 +32,12 @@ from ...comm.messages import call_of_all, gather_bytes
 from ...layout.masters import master_of
 from ...model_parallel import gathered, like, local
 from ..checkpoint.reshard import fill
+from ..config.compat import load
+from ..initializing import ConfigLike
+from ..parallel import divided as parts
 from . import stand_in
-from .comm import init_distributed
+from .comm import world
 from .engine import DeepSpeedEngine
-
-log = logging.getLogger(__name__)
 
 
 class ZeroParamStatus(enum.Enum):
@@ -52,7 +54,6 @@ class ZeroParamStatus(enum.Enum):
 
 
 _engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
-_warned: set[str] = set()
 _ids = itertools.count()
 
 # In a block of GatheredParameters these still act on the shard, which is what the engine trains.
@@ -117,8 +118,7 @@ def make_known(engine: DeepSpeedEngine) -> None:
         nn.Parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
     for p in engine.module.parameters():
         if isinstance(p, DTensor):
-            named = {"ds_id": next(_ids), "ds_status": ZeroParamStatus.NOT_AVAILABLE}
-            p.__dict__.update(named, ds_shape=p.shape, ds_numel=p.numel())
+            p.__dict__.update(_marks(p))
 
 
 class _Held(NamedTuple):
@@ -135,6 +135,8 @@ class _Held(NamedTuple):
 
 def _find(given: Tensor) -> _Held | None:
     """The parameter with its engine; None: it belongs to no engine."""
+    if parts.is_divided(given):
+        return None
     for engine in _engines:
         p = engine.sharding.resident(given)
         engine.sharding.release()
@@ -163,43 +165,58 @@ def Init(
     mem_efficient_linear: bool = True,
     remote_device: str | None = None,
     pin_memory: bool = False,
-    config_dict_or_path: object = None,
-    config: object = None,
+    config_dict_or_path: ConfigLike | None = None,
+    config: ConfigLike | None = None,
     enabled: bool = True,
     dtype: torch.dtype | None = None,
     mpu: object = None,
 ) -> AbstractContextManager[object]:
-    """A block in which a model is built as usual; `initialize` shards it later, and makes float32 masters.
+    """A block in which models are built in parts, for stage 3: no rank ever holds a complete model. All ranks.
 
-    Until then every rank holds the whole model; a warning says so once. With remote_device="meta" no rank holds
-    anything: `initialize(weights=...)` then gives each rank its shards. The configuration of `initialize` decides what
-    is sharded, offloaded and computed in which dtype. Without "meta" it calls `init_distributed`, as DeepSpeed's does.
+    A parameter is divided over all ranks when its module becomes part of another one, or at the end of the block; its
+    values are rank 0's. From then on `p.shape` is still that of the complete parameter, functions that write in place
+    (those of `nn.init`) write to the complete parameter on all ranks, and `GatheredParameters` shows it. `initialize`
+    then shards the model as its configuration says. It calls `init_distributed`, as DeepSpeed's does.
+
+    Sends 8 bytes per parameter tensor from each rank to each; all values only if ranks have built different ones.
 
     Args:
-        module: Without effect.
-        data_parallel_group: Without effect.
+        module: A complete model, which is divided at once. Default None.
+        data_parallel_group: Without effect: all ranks divide it.
         mem_efficient_linear: Without effect.
-        remote_device: "meta": build without values. Default None.
+        remote_device: "meta": build without values, for `initialize(weights=...)`. Default None.
         pin_memory: Without effect.
-        config_dict_or_path: Without effect.
-        config: Without effect.
+        config_dict_or_path: The configuration of `initialize`; nothing is divided if its stage is not 3. Default None.
+        config: The same, by its older name.
         enabled: False: nothing of this. Default True.
-        dtype: Without effect.
+        dtype: Without effect: the model keeps its own until `initialize`.
         mpu: Without effect.
     """
     if not enabled:
         return nullcontext()
     if remote_device == "meta":
         return torch.device("meta")
-    init_distributed()  # transformers asks for this process's rank when the model is built
-    if "Init" not in _warned:
-        _warned.add("Init")
-        log.warning(
-            "zero.Init: every rank builds the whole model, and initialize() shards it; if it does not fit into a "
-            "rank's memory, pass remote_device='meta' and initialize(weights=...), or use a PipelineModule, of which "
-            "each rank builds only its own layers"
-        )
-    return nullcontext()
+    transport = world()
+    given = config_dict_or_path if config is None else config
+    if transport.world_size == 1 or not _shards_parameters(given):
+        return nullcontext()
+    if module is not None:
+        parts.divide(module, transport, _marks)
+    return parts.divided(transport, _marks)
+
+
+def _shards_parameters(config: ConfigLike | None) -> bool:
+    """Whether a configuration has stage 3, or there is none."""
+    if config is None:
+        return True
+    data: Any = load(Path(config)) if isinstance(config, str | os.PathLike) else config
+    return (data.get("zero_optimization") or {}).get("stage") == 3
+
+
+def _marks(p: Tensor) -> dict[str, object]:
+    """How scripts recognise a parameter that is divided."""
+    status = ZeroParamStatus.NOT_AVAILABLE
+    return {"ds_id": next(_ids), "ds_status": status, "ds_shape": p.shape, "ds_numel": p.numel()}
 
 
 def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
@@ -224,7 +241,7 @@ def GatheredParameters(
     `p.data`, `engine.module.head.weight`. Its `grad` is still that of the shard.
 
     Args:
-        params: Parameters of an engine's module, or of no engine, which are whole already.
+        params: Parameters of an engine's module, or of a model that `Init` divides; others are whole already.
         modifier_rank: After the block, all ranks take the values of this rank. Default None: values that are written to
             gathered shards are lost.
         fwd_module: Without effect.
@@ -244,19 +261,19 @@ def GatheredParameters(
             _check_can_modify(engine, modifier_rank)
             engine.synchronise()
     params = [p if held is None else held.p for p, held in zip(given, found, strict=True)]
-    shown = _gather([held for held in found if held is not None])
+    shown = _gather([p for p, held in zip(params, found, strict=True) if held or parts.is_divided(p)], engines)
     try:
         yield params
         whole = [_whole_of(p) if isinstance(p, _Gathered) else p for p in params]
     finally:
         for p in shown:
-            p.__class__ = DTensor
+            p.__class__ = parts.Divided if parts.is_divided(p) else DTensor
             p.__dict__["ds_status"] = ZeroParamStatus.NOT_AVAILABLE
             del p.__dict__["ds_whole"]
     if modifier_rank is not None:
         with torch.no_grad():
-            for held, values in zip(found, whole, strict=True):
-                _take_from(modifier_rank, held, values)
+            for p, held, values in zip(params, found, whole, strict=True):
+                _take_from(modifier_rank, p, held, values)
         for engine in engines:
             engine.adopt_weights()
 
@@ -271,30 +288,30 @@ def _check_can_modify(engine: DeepSpeedEngine, rank: int) -> None:
         raise ValueError(f"modifier_rank {rank} is no rank of {engine.world_size}")
 
 
-def _gather(found: list[_Held]) -> list[Tensor]:
-    """Complete the shards among these parameters, and return them. The ranks that hold parts of any meet first.
+def _gather(params: Sequence[Tensor], engines: Sequence[DeepSpeedEngine]) -> list[Tensor]:
+    """Complete the parts among these parameters, and return them. The ranks that hold parts of any meet first.
 
-    Shards of a block around this one are complete already.
+    Those of a block around this one are complete already.
     """
-    divided = {
-        held.p: held.engine for held in found if isinstance(held.p, DTensor) and not isinstance(held.p, _Gathered)
-    }
-    shards: list[Tensor] = list(divided)
-    group = next((engine.grid.model_parallel_group for engine in divided.values()), None)
+    held: list[Tensor] = [p for p in params if isinstance(p, DTensor) and not isinstance(p, _Gathered)]
+    divided = list(dict.fromkeys(held))
+    group = next((engine.grid.model_parallel_group for engine in engines), None)
     with call_of_all(SimTransport() if group is None else group.transport, "GatheredParameters()"):
-        whole = [nn.Parameter(gathered(p).detach().clone(), requires_grad=p.requires_grad) for p in shards]
-    for p, full in zip(shards, whole, strict=True):
+        whole = [nn.Parameter(gathered(p).detach().clone(), requires_grad=p.requires_grad) for p in divided]
+    for p, full in zip(divided, whole, strict=True):
         p.__dict__.update(ds_whole=full, ds_status=ZeroParamStatus.AVAILABLE)
         p.__class__ = _Gathered
-    return shards
+    return divided
 
 
-def _take_from(rank: int, held: _Held | None, full: Tensor) -> None:
+def _take_from(rank: int, p: Tensor, held: _Held | None, full: Tensor) -> None:
     """Send the values of one rank to all, and write each rank's part."""
     sent = full.detach().contiguous()
     if held is not None:
         held.engine.grid.world.broadcast(sent, rank).wait()
         _write(held.p, sent)
+    elif parts.is_divided(p):
+        parts.write(p, sent, rank)
     elif torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.broadcast(sent, rank)
         full.detach().copy_(sent)

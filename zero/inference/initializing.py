@@ -26,6 +26,7 @@ from ..checkpoint.whole import read_checkpoint_weights
 from ..compression.packing import is_compressed, read_compressed
 from ..compression.techniques import ActivationQuantization
 from ..grid import Grid
+from ..parallel import divided
 from ..parallel.experts import is_experts
 from ..parallel.model_plan import patterns
 from ..precision import meets_activations
@@ -216,6 +217,8 @@ def _module(model: object) -> nn.Module:
             f"expected a module, an engine or a name of transformers, got {type(module).__name__}; instead of a "
             "PipelineModule pass the plain model, with checkpoint="
         )
+    if divided.has_parts(module):
+        divided.complete(module)
     if name := next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None):
         raise ValueError(
             f"{name} is sharded: this rank has only a part; save a checkpoint, and pass a plain model and checkpoint="

@@ -37,6 +37,7 @@ from torch.distributed.tensor.parallel import (
 from ...agreement.replicas import make_equal
 from ...comm import torch_versions
 from ..grid import Grid
+from .divided import is_divided
 from .styles import Cut, OwnStyle
 
 # From patterns of module names to styles. The parts between dots are matched by fnmatch, so * matches one part.
@@ -113,8 +114,8 @@ def resolve(
                 f"{next((name for name, _ in modules if '.' in name), 'layers.*.up')!r}"
             )
         found += matched
-    if placed := next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None):
-        raise ValueError(f"{placed} is a DTensor already; parallelize the plain model, once, and shard it then")
+    if placed := [name for name, p in model.named_parameters() if isinstance(p, DTensor) and not is_divided(p)]:
+        raise ValueError(f"{placed[0]} is a DTensor already; parallelize the plain model, once, and shard it then")
     placements: dict[tuple[nn.Module, str], str] = {}
     for name, module, style in found:
         for holder, p_name, placement in _placements(name, module, style, ranks):

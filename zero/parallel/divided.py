@@ -1,0 +1,340 @@
+"""Parameters that all ranks hold in parts while a model is built, before there is an engine: `zero.Init`.
+
+    with divided(transport):
+        model = Net()             # a rank holds its part of each complete module, and the module being built
+    parts = take_parts(model)     # the model is on "meta" from here on, so that it can be sharded
+    give_parts(model, parts, transport=grid.world, device=grid.device)
+
+A parameter is divided when its module becomes part of another one, or at the end of the block. A DTensor replaces it,
+of which each rank holds a piece of the longest dimension; its values are those of rank 0. Whatever writes to it in
+place, as the functions of `nn.init` do, writes to the complete parameter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...agreement.replicas import make_equal
+from ...comm import Transport
+from ...model_parallel import gathered
+from ..checkpoint.materialize import allocate
+from ..checkpoint.reshard import fill
+from ..checkpoint.weights import plain
+
+Marks = Callable[[Tensor], Mapping[str, object]]
+"""Returns attributes for a divided parameter, which it has until it is complete or taken."""
+
+_MARKS, _CELL = "divided_marks", "divided_cell"
+_AXIS = "divided"  # the only dimension of the mesh, which no other mesh has
+
+# Names of functions and properties that concern the part. All others see the complete parameter.
+_SAME_PART = {"data", "detach", "requires_grad_", "share_memory_"}
+_NEW_PART = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double", "clone", "contiguous"}
+_ABOUT = {
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "is_floating_point",
+    "is_complex", "is_signed", "is_contiguous", "get_device", "is_inference", "is_shared", "is_pinned", "data_ptr",
+    "untyped_storage", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__hash__", "__repr__",
+    "__len__", "type",
+}  # fmt: skip
+_VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # of the properties
+
+
+class _World(NamedTuple):
+    """All ranks, and what marks a divided parameter."""
+
+    transport: Transport
+    mesh: DeviceMesh
+    marks: Marks
+
+
+_worlds: list[_World] = []  # the last one counts
+
+
+class Divided(DTensor):
+    """A parameter in parts. What computes with it, on all ranks, sees the complete parameter, and may write to it.
+
+    Values that are written are those of rank 0. What is the same on each part, as `p.data`, `p.detach()` or
+    `p.to(...)`, is of this class as well, and sends nothing. No gradient flows to it.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, is_property = kwargs or {}, func.__name__ in ("__get__", "__set__", "__delete__")
+        name: str = func.__self__.__name__ if is_property else func.__name__
+        if name == "data" and func.__name__ == "__set__" and not isinstance(args[1], DTensor):
+            made = _divide(args[1], args[0].requires_grad, args[0])
+            torch.utils.swap_tensors(args[0], made)
+            return None
+        is_about = name not in _VIEWS if is_property else name in _ABOUT or (name[0] == "_" and name[:2] != "__")
+        if not (is_about or name in _SAME_PART | _NEW_PART):
+            with torch.no_grad():
+                return func(*tree_map_only(cls, _complete, args), **tree_map_only(cls, _complete, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **kwargs)
+        if name in _SAME_PART | _NEW_PART and isinstance(made, DTensor) and made is not args[0]:
+            made.__class__ = cls
+            made.__dict__.update(args[0].__dict__)
+            if name in _NEW_PART:
+                made.__dict__[_CELL] = []
+        return made
+
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
+        copy = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+
+class Complete(Tensor):
+    """The complete values of a divided parameter, or a view of them. What is written to them is written to the parts.
+
+    part: The divided parameter. whole: All of its values, if this is a view; else None.
+    """
+
+    part: Tensor
+    whole: Complete | None
+
+    @classmethod
+    def of(cls, x: Tensor, part: Tensor, whole: Complete | None = None) -> Complete:
+        made = x.as_subclass(cls)
+        made.part, made.whole = part, whole
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = args[0] if args else kwargs.get("tensor")  # as the functions of nn.init call it
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **kwargs)
+            if not isinstance(given, cls):
+                return made
+            whole = given if given.whole is None else given.whole
+            if _writes(func.__name__):
+                write(given.part, whole.as_subclass(Tensor))
+                return made
+            storage = whole.untyped_storage().data_ptr()
+
+            def view(x: Tensor) -> Tensor:
+                is_view = x is not given and not isinstance(x, cls) and x.untyped_storage().data_ptr() == storage
+                return cls.of(x, given.part, whole) if is_view else x
+
+            return tree_map_only(Tensor, view, made)
+
+
+def _writes(name: str) -> bool:
+    return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
+        name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "share_memory_")
+    )
+
+
+def _complete(p: Tensor) -> Complete:
+    """The complete values of a divided parameter; the same object while it is in use. All ranks."""
+    cell: list[weakref.ref[Complete]] = p.__dict__.setdefault(_CELL, [])
+    if not cell or (found := cell[0]()) is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = Complete.of(gathered(p.detach()).clone(), p)
+        cell[:] = [weakref.ref(found)]
+    return found
+
+
+def is_divided(x: object) -> bool:
+    """Whether this is a parameter that `divided` has divided, or what was made of one."""
+    return isinstance(x, DTensor) and x.device_mesh.mesh_dim_names == (_AXIS,)
+
+
+@torch.no_grad()
+def write(p: Tensor, values: Tensor, rank: int | None = None) -> None:
+    """Give every rank its part of a rank's complete values. All ranks.
+
+    Args:
+        p: A divided parameter.
+        values: Its complete values.
+        rank: The rank. Default None: rank 0, and these are probably the same on all.
+    """
+    if values.shape != p.shape:
+        raise ValueError(
+            f"a parameter of shape {tuple(p.shape)} that zero.Init has divided gets values of shape "
+            f"{tuple(values.shape)}; assign a new parameter to the module, or p.data"
+        )
+    transport, mesh, _ = _worlds[-1]
+    near = values.detach().to(mesh.device_type).contiguous()
+    if rank is None:
+        make_equal(transport, [near])
+    else:
+        transport.broadcast(near.view(-1).view(torch.uint8), rank).wait()
+    fill(p, near)
+    found = p.__dict__[_CELL][0]() if p.__dict__.get(_CELL) else None
+    if found is not None and found.data_ptr() != near.data_ptr():
+        found.as_subclass(Tensor).copy_(near)
+
+
+# -------------------------------------------------------------------------------- building
+
+
+@contextmanager
+def divided(transport: Transport, marks: Marks = lambda p: {}) -> Iterator[None]:
+    """A block in which models are built in parts. All ranks, which build the same.
+
+    All ranks draw rank 0's random numbers in it, so that values are the same; those that are not are sent.
+
+    Args:
+        transport: Between all ranks of torch.distributed.
+        marks: See `Marks`. Default: none.
+    """
+    builder = _Builder(transport, marks)
+    hooks = (
+        register_module_module_registration_hook(lambda parent, name, child: builder.divide(child)),
+        register_module_parameter_registration_hook(lambda module, name, p: builder.owners.add(module)),
+    )
+    try:
+        with _draws_of_rank_0(transport):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for module in list(builder.owners):
+        builder.divide(module)
+
+
+def divide(model: nn.Module, transport: Transport, marks: Marks = lambda p: {}) -> None:
+    """Divide the parameters of a complete model. All ranks; arguments as of `divided`."""
+    _Builder(transport, marks).divide(model)
+
+
+class _Builder:
+    """Divides the parameters of modules. owners: modules with parameters that may not be divided yet."""
+
+    def __init__(self, transport: Transport, marks: Marks):
+        if not _worlds or _worlds[-1].transport is not transport:
+            device = "cpu" if transport.reaches(torch.device("cpu")) else "cuda"
+            mesh = init_device_mesh(device, (transport.world_size,), mesh_dim_names=(_AXIS,))
+            _worlds.append(_World(transport, mesh, marks))
+        self._made = WeakTensorKeyDictionary()
+        self.owners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def divide(self, root: nn.Module | None) -> None:
+        """Divide what is still whole in this module. Tied parameters stay tied."""
+        if root is None:
+            return
+        for module in root.modules():
+            for name, p in list(module._parameters.items()):
+                if p is not None and (may_divide(p) or p in self._made):
+                    if p not in self._made:
+                        self._made[p] = _divide(p, p.requires_grad, p)
+                    setattr(module, name, self._made[p])
+            self.owners.discard(module)
+
+
+@torch.no_grad()
+def _divide(values: Tensor, requires_grad: bool, given: Tensor) -> nn.Parameter:
+    """A divided parameter with rank 0's values and the attributes of the given one. All ranks."""
+    transport, mesh, marks = _worlds[-1]
+    near = values.detach().as_subclass(Tensor).to(mesh.device_type).contiguous()
+    make_equal(transport, [near])
+    dim = max(range(near.dim()), key=lambda dim: near.shape[dim])
+    pieces = near.chunk(transport.world_size, dim)
+    mine = pieces[transport.rank].clone() if transport.rank < len(pieces) else near.narrow(dim, 0, 0).clone()
+    part = DTensor.from_local(
+        mine.contiguous(), mesh, [Shard(dim)], run_check=False, shape=near.shape, stride=near.stride()
+    )
+    made = nn.Parameter(part.to(values.device), requires_grad=requires_grad)
+    own = marks(made)
+    made.__dict__.update(given.__dict__)
+    made.__dict__.update(own, **{_CELL: [], _MARKS: (_MARKS, _CELL, *own)})
+    made.__class__ = Divided  # type: ignore[assignment]
+    return made
+
+
+def may_divide(p: Tensor) -> bool:
+    """Whether a parameter is plain, has values, and a dimension to divide."""
+    is_plain = type(p) in (nn.Parameter, Complete) and not p.is_meta
+    return is_plain and p.is_floating_point() and p.dim() > 0 and p.numel() > 0
+
+
+@contextmanager
+def _draws_of_rank_0(transport: Transport) -> Iterator[None]:
+    """Let torch's random numbers on the host be rank 0's. Afterwards a rank with other ones has its own again."""
+    own = torch.get_rng_state()
+    first = own.clone().to(_worlds[-1].mesh.device_type)
+    transport.broadcast(first, 0).wait()
+    torch.set_rng_state(first.cpu())
+    try:
+        yield
+    finally:
+        if not torch.equal(own, first.cpu()):
+            torch.set_rng_state(own)
+
+
+# -------------------------------------------------------------------------------- into an engine
+
+
+def has_parts(model: nn.Module) -> bool:
+    """Whether parameters of this model are divided."""
+    return any(is_divided(p) for p in model.parameters())
+
+
+@torch.no_grad()
+def complete(model: nn.Module) -> None:
+    """Give every rank the complete parameters, in place. All ranks."""
+    _replace(model, lambda p: gathered(p.detach()).clone())
+
+
+def take_parts(model: nn.Module) -> dict[str, Tensor]:
+    """Leave the divided parameters without values (device "meta"), and return their parts by name.
+
+    Sends nothing. The model can then be sharded in any way, and `give_parts` gives it the values.
+    """
+    names = {id(p): plain(name) for name, p in reversed(list(model.named_parameters())) if is_divided(p)}
+    parts = {names[id(p)]: p.detach() for p in model.parameters() if is_divided(p)}
+    _replace(model, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
+    return parts
+
+
+def _replace(model: nn.Module, values: Callable[[Tensor], Tensor]) -> None:
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None and is_divided(p):
+                if id(p) not in made:
+                    made[id(p)] = nn.Parameter(values(p), requires_grad=p.requires_grad)
+                    marks = p.__dict__.get(_MARKS, ())
+                    made[id(p)].__dict__.update({key: x for key, x in p.__dict__.items() if key not in marks})
+                setattr(module, name, made[id(p)])
+
+
+@torch.no_grad()
+def give_parts(model: nn.Module, parts: dict[str, Tensor], *, transport: Transport, device: torch.device) -> nn.Module:
+    """Give a model that was sharded without values its part of each parameter. All ranks. Empties `parts`.
+
+    A rank holds one complete parameter at a time, beside its parts of before and after.
+
+    Args:
+        model: The sharded model.
+        parts: From `take_parts`.
+        transport: Without effect.
+        device: Device of the values.
+    """
+    allocate(model, device)
+    named = {plain(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    for name in list(parts):
+        fill(named[name], gathered(parts.pop(name)))
+    return model
