@@ -100,3 +100,29 @@ def test_a_script_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         assert run("-P", "-m", "onebit.zero.deepspeed", str(script)).stdout == expected
     usage = subprocess.run([sys.executable, "-m", "onebit.zero.deepspeed"], capture_output=True, text=True, cwd=ROOT)
     assert usage.returncode == 2 and "usage: python -m onebit.zero.deepspeed {SCRIPT | -m MODULE}" in usage.stderr
+
+
+SPAWNS = """
+import sys
+import deepspeed
+from multiprocessing import get_context
+from torch.utils.data import DataLoader, Dataset
+
+class Squares(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, k):
+        return [k * k, deepspeed.__name__ == "onebit.zero", sys.argv[1] == "a"]
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        loader = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context=get_context(method))
+        print([[int(x) for x in column] for column in next(iter(loader))])
+"""
+
+
+def test_processes_that_a_script_starts_anew_have_it_too(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SPAWNS)
+    ended = run("-m", "onebit.zero.deepspeed", str(tmp_path / "train.py"), "a")
+    assert ended.stdout == "[[0, 1, 4, 9], [1, 1, 1, 1], [1, 1, 1, 1]]\n" * 2

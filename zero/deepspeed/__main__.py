@@ -9,6 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from . import script
 from .stand_in import stand_in
 
 if __name__ == "__main__":
@@ -24,4 +25,4 @@ if __name__ == "__main__":
     else:
         if not getattr(sys.flags, "safe_path", False):  # python -P has put no folder in front
             sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        script.run(sys.argv[0])
