@@ -46,10 +46,11 @@ _SAME_PART = {"data", "detach", "requires_grad_", "share_memory_"}
 _NEW_PART = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double", "clone", "contiguous"}
 _ABOUT = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "is_floating_point",
-    "is_complex", "is_signed", "is_contiguous", "get_device", "is_inference", "is_shared", "is_pinned", "data_ptr",
-    "untyped_storage", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__hash__", "__repr__",
+    "is_complex", "is_signed", "is_contiguous", "get_device", "is_inference", "is_shared", "is_pinned",
+    "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__hash__", "__repr__",
     "__len__", "type",
 }  # fmt: skip
+_MEMORY = {"data_ptr", "storage", "untyped_storage"}  # a reader of the bytes would take a part for the parameter
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # of the properties
 
 
@@ -83,6 +84,8 @@ class Divided(DTensor):
             made = _divide(args[1], args[0].requires_grad, args[0])
             torch.utils.swap_tensors(args[0], made)
             return None
+        if name in _MEMORY:
+            raise _of_a_part(args[0], name)
         is_about = name not in _VIEWS if is_property else name in _ABOUT or (name[0] == "_" and name[:2] != "__")
         if not (is_about or name in _SAME_PART | _NEW_PART):
             with torch.no_grad():
@@ -100,6 +103,16 @@ class Divided(DTensor):
         copy = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
         memo[id(self)] = copy
         return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _of_a_part(self, "pickling")
+
+
+def _of_a_part(p: Tensor, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} of a parameter of shape {tuple(p.shape)} that zero.Init has divided over ranks: this one has a part. "
+        "Save the model by its engine, after initialize(); or copy it in zero.GatheredParameters(p), on all ranks"
+    )
 
 
 class Complete(Tensor):
