@@ -163,6 +163,7 @@ def cases(folder: str) -> dict[str, Any]:
         }
     facts[SLICES] = logged(train(Path(folder, SLICES), TENSOR)[0])
     facts["from_pretrained"] = from_pretrained_at_stage_3(Path(folder))
+    facts["generated"] = generates_at_stage_3()
     return facts
 
 
@@ -177,6 +178,19 @@ def from_pretrained_at_stage_3(folder: Path) -> bool:
     del kept
     assert all(hasattr(p, "ds_id") and p.to_local().numel() < p.ds_numel for p in model.parameters())
     return all(torch.equal(model.state_dict()[name], x) for name, x in expected.items())
+
+
+def generates_at_stage_3() -> bool:
+    """Whether an encoder and decoder, before any forward pass, generates on this rank what the whole model does."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    rows = {"input_ids": torch.stack([Rows(4)[k]["input_ids"] for k in range(4)]), "max_new_tokens": 6}
+    expected = model.generate(**rows)
+    zero.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
+    return torch.equal(model.generate(**rows, synced_gpus=True), expected)
 
 
 if __name__ == "__main__":

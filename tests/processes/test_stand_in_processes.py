@@ -76,6 +76,10 @@ def test_from_pretrained_at_stage_3_gives_every_rank_its_part(found: list[dict])
     assert all(rank["from_pretrained"] for rank in found)
 
 
+def test_an_encoder_generates_at_stage_3(found: list[dict]) -> None:
+    assert all(rank["generated"] for rank in found)
+
+
 LOOP = """
 import sys
 from pathlib import Path

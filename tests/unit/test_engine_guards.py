@@ -509,6 +509,9 @@ class Encoder(Net):
     def encode(self, x: Tensor) -> Tensor:
         return torch.tanh(self.head(self.body(x)))
 
+    def generate(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
     def size(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
@@ -664,6 +667,7 @@ def test_a_method_that_meets_shards_names_the_option(start: object) -> None:
     engine, *_ = start("dense, stage 3", Encoder())
     assert engine.size() == 81
     refused(RuntimeError, r'engine.encode\(\) .* "onebit": {"forward_methods": \["encode"\]}', engine.encode, batch())
+    assert engine.module.generate(batch()).shape == (4, 1)  # the one that transformers calls
     engine, *_ = start("dense, stage 1", Encoder())
     assert engine.encode(batch()).shape == (4, 1)
 

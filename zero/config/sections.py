@@ -338,8 +338,8 @@ class Onebit(Block):
         variance_floor: See `onebit.arithmetic.adam.floor_of_blocks`.
         tensor: Ranks that compute each layer together (`parallel/tensor.py`); null: one, or those of the given grid.
         keep_checkpoints: Number of this run's newest checkpoints to keep in a folder; null: all.
-        forward_methods: Names of the model's methods, besides forward, that compute with its parameters: stage 3
-            gathers for them as well.
+        forward_methods: Names of the model's methods, besides forward and generate, that compute with its parameters:
+            stage 3 gathers for them as well.
         activation_folder: Folder for a file in which checkpointed activations wait for the backward pass; null: none.
         local_steps: Rounds of differences around a dense optimizer, see there.
         sequence: Keys and values between the ranks of a sequence, see there.

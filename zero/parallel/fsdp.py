@@ -56,6 +56,7 @@ from .sharding import Sharding, ZeroGrad
 from .turns import count_passes, forget_uses, groups_of, passes_of, stand_in, take_turns
 
 STAGES = (1, 2, 3)
+_CALLED_BY_LIBRARIES = "generate"  # of transformers' models: it runs an encoder by itself, before any forward pass
 
 
 def shard(
@@ -90,7 +91,7 @@ def shard(
             of the last blocks. 1 by default.
         pin_memory: Whether offloaded memory is page-locked if there is CUDA; True by default.
         whole: Parameters that stay whole, and whose gradients are not reduced; none by default.
-        methods: Names of the model's methods that gather as forward does; none by default.
+        methods: Names of the model's methods that gather as forward does; none by default. Its generate() always does.
 
     Returns:
         The model.
@@ -126,7 +127,7 @@ def shard(
     count_passes(model, modules)
     if grid.shape.size("shard") > 1:
         take_turns(model, modules, grid.transports["shard"], stage)
-    for name in methods:
+    for name in {*methods, *([_CALLED_BY_LIBRARIES] if hasattr(model, _CALLED_BY_LIBRARIES) else [])}:
         register_fsdp_forward_method(model, name)
     model.zero_grad = partial(zero_grad, model)  # type: ignore[method-assign]
     return model
