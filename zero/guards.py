@@ -216,7 +216,13 @@ class Guard:
         )
 
 
-_READERS = ("torch.", "onebit.", "peft.utils.other")  # the last: PEFT's `modules_to_save`, which reads names alone
+_READERS = (
+    "torch.",
+    "onebit.",
+    "peft.utils.other",  # `modules_to_save` reads names alone
+    "lightning.pytorch.strategies.strategy",  # DeepSpeedStrategy drops it: its checkpoints are the engine's
+    "pytorch_lightning.strategies.strategy",
+)
 
 
 class _StateDict:

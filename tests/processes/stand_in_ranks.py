@@ -1,7 +1,7 @@
-"""What two ranks do with transformers' Trainer, whose `import deepspeed` gives onebit.zero.
+"""What two ranks do with transformers' and Lightning's Trainer, whose `import deepspeed` gives onebit.zero.
 
-transformers is imported within the functions, after `stand_in`: the tests' own process imports this file, too. As a
-script it is one rank of `cases`, which no fork can be: those have imported transformers.
+Both are imported within the functions, after `stand_in`: the tests' own process imports this file, too. As a script it
+is one rank of `cases` or `lightning_cases`, which no fork can be: those have imported transformers.
 """
 
 from __future__ import annotations
@@ -193,6 +193,94 @@ def generates_at_stage_3() -> bool:
     return torch.equal(model.generate(**rows, synced_gpus=True), expected)
 
 
+ADAMW_FILE = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": 2}}
+RAMP = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2, "warmup_type": "linear"}}
+LIGHTNING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "stage 1": ({"stage": 1}, {}),
+    "stage 2": ({"stage": 2}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+    "stage 3": ({"stage": 3}, {}),
+    "offload": ({"stage": 2, "offload_optimizer": True}, {}),
+    "stage 2, bf16": ({"stage": 2}, {"precision": "bf16-mixed"}),
+    "its optimizer": ({"config": {**ADAMW_FILE, "scheduler": RAMP}}, {}),
+}
+"""Arguments of the strategy, and of the Trainer."""
+
+
+def lightning_cases(folder: str) -> dict[str, Any]:
+    """Each strategy: trained beside DDP, validated, resumed from the middle, and tested from its end."""
+    zero.stand_in()
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, deepspeed
+
+    deepspeed._validate_device_index_selection = lambda devices: None
+
+    class OnCPU(DeepSpeedStrategy):
+        """Lightning's asks for CUDA, and needs none."""
+
+        def setup_environment(self) -> None:
+            DDPStrategy.setup_environment(self)
+
+    class Net(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+            self.losses: list[float] = []
+            self.rates: list[float] = []
+
+        def loss(self, x: Tensor) -> Tensor:
+            return (self.net(x).float() - x.sum(1, keepdim=True)).square().mean()
+
+        def training_step(self, batch: list[Tensor], k: int) -> Tensor:
+            loss = self.loss(batch[0])
+            self.losses.append(loss.item())
+            self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+            return loss
+
+        def validation_step(self, batch: list[Tensor], k: int) -> None:
+            self.log("evaluated", self.loss(batch[0]), sync_dist=True)
+
+        test_step = validation_step
+
+        def configure_optimizers(self) -> dict[str, Any]:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    rows = torch.utils.data.TensorDataset(torch.randn(32, 8, generator=torch.Generator().manual_seed(0)))
+    batches = torch.utils.data.DataLoader(rows, batch_size=4)  # an epoch has four steps on two ranks
+    facts: dict[str, Any] = {}
+
+    def trainer(strategy: Any, place: str, **more: Any) -> Trainer:
+        kept = ModelCheckpoint(dirpath=place, save_top_k=-1, filename="{epoch}")
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        given = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, "callbacks": [kept], **quiet, **more}
+        return Trainer(strategy=strategy, **given)
+
+    def fit(strategy: Any, place: str, resume: str | None = None, **more: Any) -> tuple[dict[str, Any], Any]:
+        net, made = Net(), trainer(strategy, place, **more)
+        made.fit(net, batches, batches, ckpt_path=resume)
+        evaluated = made.callback_metrics["evaluated"].item()
+        return {"losses": net.losses, "rates": net.rates, "evaluated": evaluated}, made.strategy.model
+
+    for name, (of_strategy, more) in LIGHTNING.items():
+        place = f"{folder}/{name}"
+        made = [OnCPU(**json.loads(json.dumps(of_strategy))) for _ in range(3)]  # it writes into the file's dict
+        facts[name], engine = fit(made[0], place, **more)
+        end = engine.module_state_dict()
+        facts[name]["engine"] = type(engine).__name__
+        resumed, engine = fit(made[1], f"{place}, resumed", f"{place}/epoch=0.ckpt", **more)
+        facts[name]["same"] = all(torch.equal(end[key], x) for key, x in engine.module_state_dict().items())
+        steps = len(resumed["losses"])
+        facts[name]["same losses"] = resumed["losses"] == facts[name]["losses"][-steps:]
+        facts[name]["same rates"] = resumed["rates"] == facts[name]["rates"][-steps:]
+        tested = trainer(made[2], place, **more).test(Net(), batches, f"{place}/epoch=1.ckpt", verbose=False)
+        facts[name]["tested"] = tested[0]["evaluated"]
+        facts[name]["alone"], _ = fit(DDPStrategy(), f"{place}, alone", **more)
+    return facts
+
+
 if __name__ == "__main__":
-    given = Path(sys.argv[1])
-    (given / f"{os.environ['RANK']}.json").write_text(json.dumps(cases(str(given))))
+    given, run = Path(sys.argv[1]), {"transformers": cases, "lightning": lightning_cases}[sys.argv[2]]
+    (given / f"{os.environ['RANK']}.json").write_text(json.dumps(run(str(given))))

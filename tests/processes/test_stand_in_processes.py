@@ -1,4 +1,4 @@
-"""transformers' Trainer with a DeepSpeed JSON, onebit.zero standing in for DeepSpeed; the real library, two ranks."""
+"""transformers' and Lightning's Trainer with DeepSpeed, for which onebit.zero stands in; real libraries, two ranks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,25 @@ pytest.importorskip("transformers", reason="needs transformers: pip install oneb
 
 import stand_in_ranks
 from ranks import run_torchrun
-from stand_in_ranks import CONFIGS, DENSE, SLICES, STEPS, one_process, plain_cases
+from stand_in_ranks import CONFIGS, DENSE, LIGHTNING, SLICES, STEPS, one_process, plain_cases
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("stand_in")
+    return found_with("transformers", tmp_path_factory.mktemp("stand_in"))
+
+
+@pytest.fixture(scope="module")
+def lightning(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    pytest.importorskip("lightning", reason="needs lightning: pip install onebit[lightning]")
+    return found_with("lightning", tmp_path_factory.mktemp("lightning"))
+
+
+def found_with(library: str, folder: Path) -> list[dict]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run([*torchrun, stand_in_ranks.__file__, str(folder)], timeout_s=280)
+    run([*torchrun, stand_in_ranks.__file__, str(folder), library], timeout_s=280)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -78,6 +87,22 @@ def test_from_pretrained_at_stage_3_gives_every_rank_its_part(found: list[dict])
 
 def test_an_encoder_generates_at_stage_3(found: list[dict]) -> None:
     assert all(rank["generated"] for rank in found)
+
+
+@pytest.mark.parametrize("name", LIGHTNING)
+def test_a_run_of_lightning_is_that_of_ddp_and_resumes_to_the_bit(lightning: list[dict], name: str) -> None:
+    for rank in lightning:
+        facts, alone = rank[name], rank[name]["alone"]
+        assert facts["engine"] == "DeepSpeedEngine" and len(facts["losses"]) == len(alone["losses"]) == 8
+        assert facts["same"] and facts["same losses"] and facts["same rates"]
+        assert facts["tested"] == facts["evaluated"]
+        if name == "its optimizer":
+            assert max(facts["rates"]) == facts["rates"][-1] == pytest.approx(1e-2) and facts["rates"][2] < 1e-2
+            continue
+        near = 0.05 if "bf16" in name else 2e-5
+        assert facts["losses"] == pytest.approx(alone["losses"], abs=near)
+        assert facts["evaluated"] == pytest.approx(alone["evaluated"], abs=near)
+        assert facts["rates"] == pytest.approx(alone["rates"])
 
 
 LOOP = """

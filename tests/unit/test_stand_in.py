@@ -23,6 +23,7 @@ assert importlib.util.find_spec("deepspeed") is not None
 assert importlib.metadata.version("deepspeed") == importlib.metadata.metadata("deepspeed")["Version"] == "0.19.6"
 import deepspeed
 assert deepspeed is zero and deepspeed.__version__ == "0.19.6" and deepspeed.__spec__.name == "onebit.zero"
+deepspeed.utils.logging.logger  # Lightning asks for it, without an import of its own
 import deepspeed.ops.adam, deepspeed.runtime.lr_schedules
 from deepspeed import comm, DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator

@@ -410,8 +410,15 @@ class DeepSpeedEngine(Engine):
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
-        """The learning-rate scheduler, which advances after every step that was taken; None: there is none."""
+        """The learning-rate scheduler, which advances after every step that was taken; None: there is none.
+
+        A caller that advances it sets None, as Lightning does. Checkpoints then do not have it.
+        """
         return self.scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: LRScheduler | None) -> None:
+        self.scheduler = scheduler
 
     @property
     def training_dataloader(self) -> Loader | None:

@@ -25,6 +25,7 @@ from ..deepspeed.parameters import (
     safe_update_full_grad_vectorized,
 )
 from ..deepspeed.utils import RepeatingLoader, log_dist, logger
+from . import logging as logging
 
 __all__ = [
     "RepeatingLoader", "get_z3_leaf_modules", "log_dist", "logger", "safe_get_full_fp32_param", "safe_get_full_grad",
