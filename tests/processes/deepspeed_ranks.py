@@ -109,7 +109,7 @@ def whole_parameters() -> dict[str, dict[str, object]]:
 def modified(engine: deepspeed.DeepSpeedEngine, p: nn.Parameter, name: str) -> dict[str, object]:
     """Through the block, on rank 1; and by a value."""
     before = engine.module_state_dict()
-    with deepspeed.zero.GatheredParameters([p, engine.module.head.bias], modifier_rank=1) as (first, _):
+    with deepspeed.zero.GatheredParameters([p, None, engine.module.head.bias], modifier_rank=1) as (first, _):
         shown = engine.module.layers[0].weight
         is_whole = shown is first and isinstance(shown, nn.Parameter) and shown.data.shape == (16, 8)
         if engine.global_rank == 1:

@@ -54,6 +54,8 @@ engine.destroy()
 p = torch.nn.Parameter(torch.ones(1))
 assert p.ds_status is partition_parameters.ZeroParamStatus.AVAILABLE and not hasattr(p, "ds_id")
 deepspeed.zero.register_external_parameter(torch.nn.Linear(1, 1), p)
+with deepspeed.zero.GatheredParameters([p, None], modifier_rank=0) as given:  # of a layer without a bias
+    assert len(given) == 1
 whole = torch.arange(4.0)
 copied = clone_tensors_for_torch_save({"a": [whole[:2]], "b": 3})
 assert copied["b"] == 3 and copied["a"][0].untyped_storage().nbytes() == 8 and torch.equal(copied["a"][0], whole[:2])

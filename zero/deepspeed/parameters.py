@@ -230,7 +230,7 @@ def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
 
 @contextmanager
 def GatheredParameters(
-    params: Tensor | Iterable[Tensor],
+    params: Tensor | Iterable[Tensor | None],
     modifier_rank: int | None = None,
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
@@ -241,7 +241,8 @@ def GatheredParameters(
     `p.data`, `engine.module.head.weight`. Its `grad` is still that of the shard.
 
     Args:
-        params: Parameters of an engine's module, or of a model that `Init` divides; others are whole already.
+        params: Parameters of an engine's module, or of a model that `Init` divides; others are whole already. None
+            stands for none, as the bias that a layer lacks.
         modifier_rank: After the block, all ranks take the values of this rank. Default None: values that are written to
             gathered shards are lost.
         fwd_module: Without effect.
@@ -250,7 +251,7 @@ def GatheredParameters(
     Raises:
         ValueError: modifier_rank is not a rank, or the model is a pipeline.
     """
-    given = [params] if isinstance(params, Tensor) else list(params)
+    given: list[Tensor] = [params] if isinstance(params, Tensor) else [p for p in params if p is not None]
     if not enabled or not given:
         yield given
         return
@@ -260,11 +261,11 @@ def GatheredParameters(
         for engine in engines:
             _check_can_modify(engine, modifier_rank)
             engine.synchronise()
-    params = [p if held is None else held.p for p, held in zip(given, found, strict=True)]
-    shown = _gather([p for p, held in zip(params, found, strict=True) if held or parts.is_divided(p)], engines)
+    given = [p if held is None else held.p for p, held in zip(given, found, strict=True)]
+    shown = _gather([p for p, held in zip(given, found, strict=True) if held or parts.is_divided(p)], engines)
     try:
-        yield params
-        whole = [_whole_of(p) if isinstance(p, _Gathered) else p for p in params]
+        yield given
+        whole = [_whole_of(p) if isinstance(p, _Gathered) else p for p in given]
     finally:
         for p in shown:
             p.__class__ = parts.Divided if parts.is_divided(p) else DTensor
@@ -272,7 +273,7 @@ def GatheredParameters(
             del p.__dict__["ds_whole"]
     if modifier_rank is not None:
         with torch.no_grad():
-            for p, held, values in zip(params, found, whole, strict=True):
+            for p, held, values in zip(given, found, whole, strict=True):
                 _take_from(modifier_rank, p, held, values)
         for engine in engines:
             engine.adopt_weights()
