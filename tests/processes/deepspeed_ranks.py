@@ -202,6 +202,7 @@ def saved_by_ids() -> dict[str, object]:
     facts["apart"] = [(q.ds_status, q.ds_shape, q.ds_numel) for q in named.values()] == [
         (states.NOT_AVAILABLE, truth[name].shape, truth[name].numel()) for name in named
     ]
+    facts["own part"] = all(q.partition_numel() == q.to_local().numel() < q.ds_numel for q in named.values())
     read, copies = {}, []
     for name, q in named.items():  # as FastChat, LLaVA and DeepSpeed-Chat save
         with gather([q] if q.ds_status == states.NOT_AVAILABLE else []):

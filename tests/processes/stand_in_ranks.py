@@ -254,7 +254,7 @@ def lightning_cases(folder: str) -> dict[str, Any]:
 
     def trainer(strategy: Any, place: str, **more: Any) -> Trainer:
         kept = ModelCheckpoint(dirpath=place, save_top_k=-1, filename="{epoch}")
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        quiet = {"logger": False, "enable_progress_bar": False}
         given = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, "callbacks": [kept], **quiet, **more}
         return Trainer(strategy=strategy, **given)
 

@@ -19,6 +19,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -43,9 +44,9 @@ from .engine import DeepSpeedEngine
 class ZeroParamStatus(enum.Enum):
     """DeepSpeed's states of `p.ds_status`.
 
-    Parameters that are divided over ranks (stage 3, tensor slices) have `ds_id`, `ds_status`, `ds_shape` and
-    `ds_numel`, which is how scripts recognise them. Unlike DeepSpeed's, their `p.shape` and `p.numel()` are those of
-    the complete parameter.
+    Parameters that are divided over ranks (stage 3, tensor slices) have `ds_id`, `ds_status`, `ds_shape`, `ds_numel`
+    and `partition_numel()`, which is how scripts recognise them. Unlike DeepSpeed's, their `p.shape` and `p.numel()`
+    are those of the complete parameter.
     """
 
     AVAILABLE = 1
@@ -215,8 +216,13 @@ def _shards_parameters(config: ConfigLike | None) -> bool:
 
 def _marks(p: Tensor) -> dict[str, object]:
     """How scripts recognise a parameter that is divided."""
-    status = ZeroParamStatus.NOT_AVAILABLE
-    return {"ds_id": next(_ids), "ds_status": status, "ds_shape": p.shape, "ds_numel": p.numel()}
+    return {
+        "ds_id": next(_ids),
+        "ds_status": ZeroParamStatus.NOT_AVAILABLE,
+        "ds_shape": p.shape,
+        "ds_numel": p.numel(),
+        "partition_numel": partial(int, local(p).numel()),  # copied and pickled with p
+    }
 
 
 def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
