@@ -263,13 +263,15 @@ def in_float32(engine: deepspeed.DeepSpeedEngine) -> list[bool]:
         nn.init.zeros_(p)
     read.append(tools.load_state_dict_from_zero_checkpoint(other, "tags", "c").state_dict())
     for kind, ending, load in (("model", "safetensors", load_file), ("pytorch_model", "bin", torch.load)):
-        folder = Path(f"{kind}-of-rank-{engine.global_rank}")
+        folder = Path(kind)  # of all ranks, each of which writes the model there
         options = ["--safe_serialization"] if ending == "safetensors" else []
         zero_to_fp32.main(["tags", str(folder), "--tag", "c", "--max_shard_size", "600", *options])
+        torch.distributed.barrier()
         files = json.loads((folder / f"{kind}.{ending}.index.json").read_text())["weight_map"]
         assert len(set(files.values())) > 1 and all(x.nbytes <= 600 or len(load(folder / files[name])) == 1
                                                     for name, x in expected.items())  # fmt: skip
         read.append({name: load(folder / file)[name] for name, file in files.items()})
+    folder = Path(f"of-rank-{engine.global_rank}")
     tools.convert_zero_checkpoint_to_fp32_state_dict("tags", folder / "one", tag="c")
     smaller = partial(tools.convert_zero_checkpoint_to_fp32_state_dict, "tags", folder / "one", 600, tag="c")
     with patch("torch.save", side_effect=OSError("No space left on device")), pytest.raises(OSError, match="No space"):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoint.files import remove
+from ...comm.launch import detect
 from ..checkpoint.weight_folder import hidden_beside, publish
 from ..checkpoint.weights import write_weights
 from ..checkpoint.whole import read_checkpoint_weights
@@ -66,7 +67,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write complete float32 weights of a checkpoint, in files under Hugging Face's names with an index.
 
-    An earlier model in the folder stays whole until all files are written.
+    An earlier model in the folder stays whole until all files are written. One rank suffices; all may call it.
 
     Args:
         checkpoint_dir: Folder of the checkpoints.
@@ -91,7 +92,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     one, table = f"{stem}.{ending}", f"{stem}.{ending}.index.json"
     if len(files) == 1:
         places = [one]
-    hidden = folder / hidden_beside(table)
+    hidden = folder / hidden_beside(f"{table}.{detect(os.environ).rank}")  # scripts call this on every rank
     remove(hidden)  # of a call that was killed
     hidden.mkdir(parents=True)
     try:
