@@ -240,6 +240,7 @@ def test_a_key_that_asks_for_what_happens_anyway_is_silent(caplog: pytest.LogCap
     "blocks",
     [
         {"gradient_allreduce_op": "sum"},
+        {"data_types": {"buffer_dtype": "bf16"}},
         {"tensor_parallel": {"tp_size": 2}},
         {"amp": {"enabled": True, "opt_level": "O1"}},
         {"expert_parallel": {"enabled": True}},

@@ -96,6 +96,8 @@ PIPELINE = {
 
 DATA_TYPES = {
     "grad_type": Inert(TEXT, "gradients are float32, or, sharded across nodes, of the type computed in"),
+    "param_dtype": Inert(TEXT, 'parameters are of the type computed in, which "bf16" and "fp16" choose'),
+    "buffer_dtype": Inert(TEXT, "buffers keep their types; cast them before initialize()", refused=True),
     "keep_in_fp32_modules": Inert(ANYTHING, "buffers of checkpoints all stay in float32", fine=("auto",)),
 }
 
@@ -237,7 +239,9 @@ _COMPILE = {
     "offload_activation": BOOL,
     "offload_activation_pin_memory": BOOL,
     "free_activation": BOOL,
+    "free_activation_threshold": INT,
     "offload_opt_states": BOOL,
+    "offload_parameters": BOOL,
     "double_buffer": BOOL,
     "symmetric_memory": BOOL,
     "debug_log": BOOL,
@@ -276,6 +280,7 @@ TOP_LEVEL = {
     "vocabulary_size": Inert(INT, "nothing here depends on it"),
     "data_parallel_size": Inert(INT, "the ranks that do not share a model divide the data"),
     "use_data_before_expert_parallelism": Inert(BOOL, "there is no expert parallelism", fine=(False,)),
+    "log_level": Inert(TEXT, "configure Python's logging of `onebit`"),
     "timers": Inert(OBJECT, "see wall_clock_breakdown"),
     "amp": Inert(_SWITCH | {"opt_level": TEXT, "loss_scale": ANYTHING}, 'write "fp16" or "bf16"', refused=True),
     "tensor_parallel": Inert(
