@@ -22,6 +22,7 @@ from onebit.zero import grid as grids
 from onebit.zero.deepspeed import zero_to_fp32
 from onebit.zero.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from onebit.zero.runtime.zero.partition_parameters import ZeroParamStatus
+from onebit.zero.runtime.zero.utils import is_zero_param
 
 ONE_BIT = {"compression": "always", "block": 64, "warmup_codec": "int8"}
 FORMS = {
@@ -198,7 +199,7 @@ def saved_by_ids() -> dict[str, object]:
     p, full = named["layers.0.weight"], truth["layers.0.weight"]
     kind, grad = type(p), p.grad
     gather, states = deepspeed.zero.GatheredParameters, ZeroParamStatus
-    facts: dict[str, object] = {"ids": len({q.ds_id for q in named.values()}) == len(named)}
+    facts: dict[str, object] = {"ids": len({q.ds_id for q in named.values() if is_zero_param(q)}) == len(named)}
     facts["apart"] = [(q.ds_status, q.ds_shape, q.ds_numel) for q in named.values()] == [
         (states.NOT_AVAILABLE, truth[name].shape, truth[name].numel()) for name in named
     ]

@@ -29,10 +29,17 @@ from deepspeed import comm, DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
+from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint
+from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine as same
-from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.zero import GatheredParameters, partition_parameters
+from deepspeed.runtime.zero.utils import is_zero_param
 assert DEEPSPEED_ENVIRONMENT_NAME == ".deepspeed_env" and same is DeepSpeedEngine
 assert deepspeed.ops.adam is sys.modules["onebit.zero.ops.adam"] is sys.modules["deepspeed.ops.adam"]
+assert checkpoint is deepspeed.checkpointing.checkpoint and RepeatingLoader is deepspeed.utils.RepeatingLoader
+assert [LayerSpec, PipelineModule, TiedLayerSpec] == [deepspeed.pipe.LayerSpec, zero.PipelineModule, zero.TiedLayerSpec]
+assert GatheredParameters is deepspeed.zero.GatheredParameters
 assert comm is zero.comm and DeepSpeedEngine is zero.DeepSpeedEngine
 specs = [deepspeed.ops.adam.__spec__, partition_parameters.__spec__]
 assert [spec.name for spec in specs] == ["onebit.zero.ops.adam", "onebit.zero.runtime.zero.partition_parameters"]
@@ -52,7 +59,7 @@ adamw = {"type": "AdamW", "params": {"lr": 0.1}}
 engine, *_ = deepspeed.initialize(model=torch.nn.Linear(1, 1), config={"train_batch_size": 1, "optimizer": adamw})
 engine.destroy()
 p = torch.nn.Parameter(torch.ones(1))
-assert p.ds_status is partition_parameters.ZeroParamStatus.AVAILABLE and not hasattr(p, "ds_id")
+assert p.ds_status is partition_parameters.ZeroParamStatus.AVAILABLE and not is_zero_param(p)
 deepspeed.zero.register_external_parameter(torch.nn.Linear(1, 1), p)
 with deepspeed.zero.GatheredParameters([p, None], modifier_rank=0) as given:  # of a layer without a bias
     assert len(given) == 1

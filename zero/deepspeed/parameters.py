@@ -122,6 +122,15 @@ def make_known(engine: DeepSpeedEngine) -> None:
             p.__dict__.update(_marks(p))
 
 
+def is_zero_param(parameter: object) -> bool:
+    """Whether ranks hold parts of a parameter: it has a `ds_id`.
+
+    Args:
+        parameter: A parameter, or anything else.
+    """
+    return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
+
+
 class _Held(NamedTuple):
     """A parameter of an engine's module, the engine that trains it, and its name there.
 

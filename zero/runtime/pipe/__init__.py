@@ -1,5 +1,5 @@
 """DeepSpeed's `deepspeed.runtime.pipe`."""
 
-from . import topology
+from . import module, topology
 
-__all__ = ["topology"]
+__all__ = ["module", "topology"]

@@ -1,0 +1,3 @@
+"""DeepSpeed's `deepspeed.runtime.activation_checkpointing.checkpointing`."""
+
+from ...deepspeed.checkpointing import *  # noqa: F403
