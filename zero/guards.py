@@ -268,7 +268,8 @@ def _refuse_whole(rank: int, module: nn.Module, given: Mapping[str, object], pre
     torch's own error does not name the remedy, and comes after parameters that are whole here have been written.
     """
     for name, p in module.named_parameters():
-        if _is_part(p) and not hasattr(given.get(prefix + name, p), "placements"):
+        # detach: in a block of GatheredParameters this is the complete parameter, which can be written
+        if _is_part(p.detach()) and not hasattr(given.get(prefix + name, p), "placements"):
             raise RuntimeError(
                 f"rank {rank}: load_state_dict() got all of {prefix + name}, of which this rank has a part; call "
                 "engine.load_module_state_dict(weights) on every rank. Nothing was loaded"

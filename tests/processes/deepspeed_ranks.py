@@ -237,6 +237,11 @@ def saved_by_ids() -> dict[str, object]:
     after, expected = engine.module_state_dict(), copy.deepcopy(truth)
     expected["layers.0.weight"][3], expected["head.bias"][:], expected["head.weight"][:] = 2.0, 5.0, 2.0
     facts["written"] = all(torch.equal(after[name], expected[name]) for name in truth)
+    with gather(named.values(), modifier_rank=0):
+        if engine.global_rank == 0:
+            engine.module.load_state_dict(truth)
+    after = engine.module_state_dict()
+    facts["loaded"] = all(torch.equal(after[name], truth[name]) for name in truth)
     try:
         with gather(p):
             raise KeyError("a script's own")
