@@ -106,8 +106,9 @@ class Stage(nn.Module):
     """Consecutive layers. `calls` lists them in order: modules of the two dicts, or functions.
 
     The activations of `interval` calls at a time are recomputed in the backward pass; 0 keeps all. `recompute` does it,
-    or torch's checkpoint, if all calls of an interval may be recomputed. `first` is the place of the first in the whole
-    list, for errors.
+    or torch's checkpoint, if all calls of an interval may be recomputed. Without `may_recompute` those intervals are
+    that have parameters, as in DeepSpeed: one of nn.ReLU(inplace=True) alone cannot be. `first` is the place of the
+    first call in the whole list, for errors.
     """
 
     def __init__(
@@ -124,7 +125,8 @@ class Stage(nn.Module):
         self.layers, self.tied = layers, tied
         self._calls = [(first + k, call, takes_tuple(call)) for k, call in enumerate(calls)]
         self._interval, self._recompute = interval, recompute or checkpoint
-        self._may_recompute = may_recompute or [True] * len(self._calls)
+        self._may_recompute = may_recompute
+        self._has_parameters = [isinstance(call, nn.Module) and any(True for _ in call.parameters()) for call in calls]
         self.split: Split | None = None
 
     def forward(self, *inputs: object) -> object:
@@ -134,7 +136,7 @@ class Stage(nn.Module):
         value = unmarked(received if len(received) > 1 else received[0])
         for k in range(0, len(self._calls), interval or len(self._calls)):
             calls = self._calls[k : k + (interval or len(self._calls))]
-            if interval and all(self._may_recompute[k : k + interval]):
+            if interval and self._is_recomputed(slice(k, k + interval)):
                 is_tuple = isinstance(value, tuple)
                 several = value if isinstance(value, tuple) else (value,)
                 value = self._recompute(partial(_run_spread, calls, is_tuple), *several)
@@ -145,6 +147,11 @@ class Stage(nn.Module):
         if isinstance(value, tuple) and len(value) == 1:
             return value[0], torch.zeros(_MARK, dtype=torch.bool, device=value[0].device)
         return value
+
+    def _is_recomputed(self, interval: slice) -> bool:
+        if self._may_recompute is None:
+            return any(self._has_parameters[interval])
+        return all(self._may_recompute[interval])
 
     def split_sequences(self, split: Split) -> None:
         """From now on compute pieces of sequences, of the batches that `cut` returns."""
@@ -262,7 +269,8 @@ class PipelineModule:
             (default) keeps all activations.
         activation_checkpoint_func: Called with a function and its inputs, to run it and recompute its activations; None
             (default) for torch's checkpoint, without reentrance.
-        checkpointable_layers: Names of classes: only intervals of such layers are recomputed. None (default) for all.
+        checkpointable_layers: Names of classes: only intervals of such layers are recomputed. None (default) for
+            intervals with parameters.
         dynamic_shape: Not supported; must be False. Steps may differ in shape, micro-batches of a step may not.
         example: The inputs of a micro-batch, for partition_method "time"; None by default.
 
@@ -395,7 +403,7 @@ class PipelineModule:
                 calls.append(layer)
         interval, recompute = self.activation_checkpoint_interval, self.activation_checkpoint_func
         names = self.checkpointable_layers
-        may_recompute = [names is None or _kind(self.layers[k]) in names for k in layers]
+        may_recompute = None if names is None else [_kind(self.layers[k]) in names for k in layers]
         return Stage(named, tied, calls, interval, layers.start, recompute, may_recompute)
 
     def cut(self, stages: int, method: str | None = None) -> list[range]:
