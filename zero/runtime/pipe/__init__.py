@@ -1,5 +1,6 @@
 """DeepSpeed's `deepspeed.runtime.pipe`."""
 
 from . import module, topology
+from .module import PipelineModule
 
-__all__ = ["module", "topology"]
+__all__ = ["PipelineModule", "module", "topology"]
