@@ -55,9 +55,15 @@ with deepspeed.zero.Init():
     assert comm.get_rank() == 0 and comm.get_world_size() == 1
 comm.destroy_process_group()
 import torch
-adamw = {"type": "AdamW", "params": {"lr": 0.1}}
-engine, *_ = deepspeed.initialize(model=torch.nn.Linear(1, 1), config={"train_batch_size": 1, "optimizer": adamw})
-engine.destroy()
+import logging
+handler, lines = logging.Handler(), []
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger("onebit").addHandler(handler)
+config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+for more in ({}, {"gradient_clipping": 1.0}):
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config | more)
+    engine.destroy()
+assert [line[:47] for line in lines] == ["gradient_clipping is not in the configuration, "], lines
 p = torch.nn.Parameter(torch.ones(1))
 assert p.ds_status is partition_parameters.ZeroParamStatus.AVAILABLE and not is_zero_param(p)
 deepspeed.zero.register_external_parameter(torch.nn.Linear(1, 1), p)

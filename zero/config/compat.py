@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from .reader import Reading, read_object
 from .schema import AUTO, BOOL, INT, Key
@@ -100,6 +102,11 @@ class _Object(dict[str, object]):
         super().__init__(pairs)
         names = [name for name, _ in pairs]
         self.twice = [name for name in self if names.count(name) > 1]
+
+
+def contents_of(config: Mapping[str, object] | str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The entries of a configuration, a file's name or a dict, as they are written."""
+    return cast(Mapping[str, Any], load(Path(config)) if isinstance(config, str | os.PathLike) else config)
 
 
 def load(path: Path) -> object:

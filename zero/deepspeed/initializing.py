@@ -8,9 +8,9 @@ The arguments of DeepSpeed's callers are brought into one form here; `zero/initi
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from ...comm.launch import detect
 from .. import initializing
-from ..config.compat import load
+from ..config.compat import contents_of
 from ..config.whole import Fills
 from ..data import Loader
 from ..given import Schedule
@@ -30,6 +30,7 @@ from ..initializing import ConfigLike
 from ..parallel.groups import Groups
 from ..parallel.tensor import Plan
 from ..pipeline.layers import PipelineModule
+from . import stand_in
 from .comm import init_distributed, timeout_s
 from .engine import DeepSpeedEngine
 from .parameters import make_known
@@ -37,6 +38,8 @@ from .topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+log = logging.getLogger(__name__)
 
 # Any: None without training_data or without a schedule. The caller knows which, and need not check.
 Initialized = tuple[DeepSpeedEngine, torch.optim.Optimizer | Any, Loader | Any, LRScheduler | Any]
@@ -142,6 +145,11 @@ def initialize(
         timeout_s=timeout_s(),
         **fills,
     )
+    if stand_in.is_installed() and engine.grid.world.rank == 0 and "gradient_clipping" not in contents_of(given):
+        log.warning(
+            "gradient_clipping is not in the configuration, and nothing is clipped; DeepSpeed clips at 1.0 then, from "
+            "0.19.3 on: write the value that you want"
+        )
     engine.mpu = _mpu_of(engine.grid) if mpu is None and isinstance(model, PipelineModule) else mpu
     make_known(engine)
     return engine, made, loader, scheduler
@@ -201,7 +209,7 @@ def tp_model_init(
     Raises:
         ValueError: The configuration does not ask for that number of ranks.
     """
-    data: Any = load(Path(config)) if isinstance(config, str | os.PathLike) else config or {}
+    data = contents_of(config or {})
     asked = (data.get("tensor_parallel") or {}).get("autotp_size") or (data.get("onebit") or {}).get("tensor")
     if asked != tp_size:
         raise ValueError(

@@ -15,12 +15,10 @@ from __future__ import annotations
 import copy
 import enum
 import itertools
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,7 +31,7 @@ from ...comm.messages import call_of_all, gather_bytes
 from ...layout.masters import master_of
 from ...model_parallel import gathered, like, local
 from ..checkpoint.reshard import fill
-from ..config.compat import load
+from ..config.compat import contents_of
 from ..initializing import ConfigLike
 from ..parallel import divided as parts
 from . import stand_in
@@ -217,10 +215,7 @@ def Init(
 
 def _shards_parameters(config: ConfigLike | None) -> bool:
     """Whether a configuration has stage 3, or there is none."""
-    if config is None:
-        return True
-    data: Any = load(Path(config)) if isinstance(config, str | os.PathLike) else config
-    return (data.get("zero_optimization") or {}).get("stage") == 3
+    return config is None or (contents_of(config).get("zero_optimization") or {}).get("stage") == 3
 
 
 def _marks(p: Tensor) -> dict[str, object]:

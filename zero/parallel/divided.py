@@ -12,6 +12,8 @@ place, as the functions of `nn.init` do, writes to the complete parameter.
 
 from __future__ import annotations
 
+import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +37,8 @@ from ..checkpoint.materialize import allocate
 from ..checkpoint.reshard import fill
 from ..checkpoint.weights import plain
 
+log = logging.getLogger(__name__)
+
 Marks = Callable[[Tensor], Mapping[str, object]]
 """Returns attributes for a divided parameter, which it has until it is complete or taken."""
 
@@ -51,6 +55,7 @@ _ABOUT = {
     "__len__", "type",
 }  # fmt: skip
 _MEMORY = {"data_ptr", "storage", "untyped_storage"}  # a reader of the bytes would take a part for the parameter
+_LAYERS = {"linear", "embedding", "conv1d", "conv2d", "conv3d"}  # of nn.functional, for a warning
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # of the properties
 
 
@@ -88,6 +93,8 @@ class Divided(DTensor):
             raise _of_a_part(args[0], name)
         is_about = name not in _VIEWS if is_property else name in _ABOUT or (name[0] == "_" and name[:2] != "__")
         if not (is_about or name in _SAME_PART | _NEW_PART):
+            if name in _LAYERS and torch.is_grad_enabled():
+                _warn_of_gradients()
             with torch.no_grad():
                 return func(*tree_map_only(cls, _complete, args), **tree_map_only(cls, _complete, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
@@ -106,6 +113,14 @@ class Divided(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _of_a_part(self, "pickling")
+
+
+@functools.cache
+def _warn_of_gradients() -> None:
+    log.warning(
+        "a layer whose parameters zero.Init has divided computes without an engine: no gradient flows to them. Pass "
+        "the model to initialize() before training; torch.no_grad() around a forward pass avoids this warning"
+    )
 
 
 def _of_a_part(p: Tensor, what: str) -> RuntimeError:
