@@ -151,6 +151,10 @@ def set_by_parts() -> dict[str, object]:
         after.append((before, engine.module_state_dict()))
     of_stage_0 = begin("dense, stage 0")
     q, part = of_stage_0.module.layers[0].weight, torch.zeros(16, 8)
+    of_stage_1 = begin("dense, stage 1")
+    if of_stage_1.global_rank == 0:  # a rank alone reads what it holds whole
+        with deepspeed.zero.GatheredParameters([of_stage_1.module.layers[0].weight]) as (read,):
+            assert read.shape == (16, 8)
     return {
         "same": all(torch.equal(a[key], b[key]) for a, b in zip(*after, strict=True) for key in a),
         "moved": not torch.equal(after[0][0][name], after[0][1][name]),

@@ -272,7 +272,7 @@ def GatheredParameters(
             _check_can_modify(engine, modifier_rank)
             engine.synchronise()
     given = [p if held is None else held.p for p, held in zip(given, found, strict=True)]
-    shown = _gather([p for p, held in zip(given, found, strict=True) if held or parts.is_divided(p)], engines)
+    shown = _gather(given, found)
     try:
         yield given
         whole = [_whole_of(p) if isinstance(p, _Gathered) else p for p in given]
@@ -299,20 +299,23 @@ def _check_can_modify(engine: DeepSpeedEngine, rank: int) -> None:
         raise ValueError(f"modifier_rank {rank} is no rank of {engine.world_size}")
 
 
-def _gather(params: Sequence[Tensor], engines: Sequence[DeepSpeedEngine]) -> list[Tensor]:
+def _gather(params: Sequence[Tensor], found: Sequence[_Held | None]) -> list[Tensor]:
     """Complete the parts among these parameters, and return them. The ranks that hold parts of any meet first.
 
     Those of a block around this one are complete already.
     """
-    held: list[Tensor] = [p for p in params if isinstance(p, DTensor) and not isinstance(p, _Gathered)]
-    divided = list(dict.fromkeys(held))
-    group = next((engine.grid.model_parallel_group for engine in engines), None)
+    divided = {
+        p: held
+        for p, held in zip(params, found, strict=True)
+        if (held or parts.is_divided(p)) and isinstance(p, DTensor) and not isinstance(p, _Gathered)
+    }
+    group = next((held.engine.grid.model_parallel_group for held in divided.values() if held), None)
     with call_of_all(SimTransport() if group is None else group.transport, "GatheredParameters()"):
         whole = [nn.Parameter(gathered(p).detach().clone(), requires_grad=p.requires_grad) for p in divided]
     for p, full in zip(divided, whole, strict=True):
         p.__dict__.update(ds_whole=full, ds_status=ZeroParamStatus.AVAILABLE)
         p.__class__ = _Gathered
-    return divided
+    return list(divided)
 
 
 def _take_from(rank: int, p: Tensor, held: _Held | None, full: Tensor) -> None:
