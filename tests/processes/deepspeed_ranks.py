@@ -128,6 +128,10 @@ def modified(engine: deepspeed.DeepSpeedEngine, p: nn.Parameter, name: str) -> d
     }
 
 
+def misfit_of_rank_1(value: Tensor) -> Tensor:
+    return value[1:] if torch.distributed.get_rank() == 1 else value
+
+
 def set_by_parts() -> dict[str, object]:
     """At stage 3: a step after weights, moments and gradients were changed part by part, and after the same whole."""
     ask, name, after = deepspeed.utils, "layers.0.weight", []
@@ -162,6 +166,12 @@ def set_by_parts() -> dict[str, object]:
         "refused": [
             error_of(REFUSALS, ask.safe_set_local_fp32_param, p, part),
             error_of(REFUSALS, ask.safe_set_local_optimizer_state, p, part, "exp_avg"),
+        ],
+        "refused on all": [
+            error_of(REFUSALS, ask.safe_set_local_fp32_param, p, misfit_of_rank_1(ask.safe_get_local_fp32_param(p))),
+            error_of(REFUSALS, ask.safe_set_full_fp32_param, p, misfit_of_rank_1(part)),
+            error_of(REFUSALS, ask.safe_set_full_fp32_param, q, misfit_of_rank_1(part)),
+            error_of(REFUSALS, ask.safe_set_full_grad, q, misfit_of_rank_1(part)),
         ],
         "whole": [
             error_of(REFUSALS, ask.safe_set_local_fp32_param, q, part),

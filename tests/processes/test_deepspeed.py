@@ -42,8 +42,12 @@ def test_parts_are_set_as_wholes_are(ranks: list[dict]) -> None:
         facts = rank["by parts"]
         assert facts["same"] and facts["moved"]
         assert facts["without gradient"].startswith(f"ValueError: rank {k}: layers.0.weight has no gradient; call")
-        part = f"ValueError: rank {k}: this rank's part of layers.0.weight has shape (8, 8), got a value of (16, 8)"
-        assert facts["refused"] == [part, part]
+        name = "layers.0.weight"
+        part = "this rank's part of layers.0.weight has shape (8, 8), got a value of (16, 8)"
+        assert facts["refused"] == [f"ValueError: rank {r}: {part}" for r in (0, k)]
+        of_1 = f"ValueError: rank 1: this rank's part of {name} has shape (8, 8), got a value of (7, 8)"
+        whole = f"ValueError: rank 1: {name} has shape (16, 8), got a value of (15, 8)"
+        assert facts["refused on all"] == [of_1, whole, whole, whole]
         assert all("below stage 3 ranks hold parameters whole" in text for text in facts["whole"])
 
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from ...comm import SimTransport, torch_versions
-from ...comm.messages import call_of_all, gather_bytes
+from ...comm.messages import call_of_all, gather_bytes, gather_texts
 from ...layout.masters import master_of
 from ...model_parallel import gathered, like, local
 from ..checkpoint.reshard import fill
@@ -363,10 +363,10 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         value: The complete value, in the parameter's shape.
 
     Raises:
-        ValueError: It belongs to no engine, or value has another shape.
+        ValueError: It belongs to no engine, or value has another shape. The latter on all ranks if on one.
     """
     held = _held(param)
-    _check_shape(held, value)
+    _raise_together(held, _misfit(held, value))
     held.engine.synchronise()
     _write(held.shard, value)
     with torch.no_grad():
@@ -417,10 +417,11 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
         value: The complete gradient, without loss scale.
 
     Raises:
-        ValueError: It belongs to no engine, value has another shape, or no rank has a gradient.
+        ValueError: It belongs to no engine, value has another shape, or no rank has a gradient. The latter two on all
+            ranks.
     """
     held = _held(param)
-    _check_shape(held, value)
+    _raise_together(held, _misfit(held, value))
     if held.engine.has_gradients:
         held.engine.sharding.reduce(is_last=True)
     given = list(dict.fromkeys((held.shard, held.p)))  # stage 1 sends the gradient of p once more in step()
@@ -496,7 +497,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
     """
     held = _held(param)
     _refuse_packed(held)
-    _check_shape(held, value)
+    _check(_misfit(held, value))
     _write(like(held.shard, _state(held, optim_state_key)), value)
 
 
@@ -559,10 +560,11 @@ def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
         value: This rank's elements, in the shape that `safe_get_local_fp32_param` returns.
 
     Raises:
-        ValueError: It belongs to no engine, value has another shape, or ranks hold the parameter whole.
+        ValueError: It belongs to no engine, value has another shape, or ranks hold the parameter whole. The latter two
+            on all ranks if on one.
     """
     held = _held(param)
-    _check_local(held, value)
+    _raise_together(held, _misfit_of_part(held, value))
     held.engine.synchronise()
     with torch.no_grad():
         local(held.shard).copy_(value)
@@ -582,7 +584,7 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
             no gradient.
     """
     held = _held(param)
-    _check_local(held, value)
+    _check(_misfit_of_part(held, value))
     if held.shard.grad is None:
         raise _no_gradient(held)
     with torch.no_grad():
@@ -606,22 +608,43 @@ def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key
     """
     held = _held(param)
     _refuse_packed(held)
-    _check_local(held, value)
+    _check(_misfit_of_part(held, value))
     with torch.no_grad():
         local(_state(held, optim_state_key)).copy_(value)
 
 
-def _check_local(held: _Held, value: Tensor) -> None:
+def _misfit_of_part(held: _Held, value: Tensor) -> str | None:
     if held.p is not held.shard or not isinstance(held.p, DTensor):
-        raise ValueError(
+        return (
             f"{held.name}: below stage 3 ranks hold parameters whole, and safe_set_local_* is for parts; use "
             "safe_set_full_*"
         )
     if value.shape != local(held.shard).shape:
-        raise ValueError(
+        return (
             f"rank {held.engine.global_rank}: this rank's part of {held.name} has shape "
             f"{tuple(local(held.shard).shape)}, got a value of {tuple(value.shape)}"
         )
+    return None
+
+
+def _misfit(held: _Held, value: Tensor) -> str | None:
+    if value.shape == held.p.shape:
+        return None
+    rank = held.engine.global_rank
+    return f"rank {rank}: {held.name} has shape {tuple(held.p.shape)}, got a value of {tuple(value.shape)}"
+
+
+def _check(problem: str | None) -> None:
+    if problem:
+        raise ValueError(problem)
+
+
+def _raise_together(held: _Held, problem: str | None) -> None:
+    """Raise on all ranks that hold the parameter if one of them has a problem."""
+    grid = held.engine.grid
+    for transport in (grid.model_parallel_group.transport, grid.transport):
+        problem = next(filter(None, gather_texts(transport, problem or "")), None)
+    _check(problem)
 
 
 def _is_without_state(held: _Held) -> bool:
@@ -662,11 +685,6 @@ def _refuse_divided(held: _Held, what: str) -> None:
             f'in the form "{held.engine.form.name}" {what}; save_checkpoint writes them, and '
             "engine.module_state_dict() gives the replica's weights"
         )
-
-
-def _check_shape(held: _Held, value: Tensor) -> None:
-    if value.shape != held.p.shape:
-        raise ValueError(f"{held.name} has shape {tuple(held.p.shape)}, got a value of {tuple(value.shape)}")
 
 
 def _full(held: _Held, x: Tensor, what: str) -> Tensor:
