@@ -645,7 +645,12 @@ class Engine:
         if self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
             with self.form.shown():
                 self._export(folder / "model.safetensors")
+        if self.grid.world.rank == 0:
+            self._add_beside_checkpoints(folder)
         return tag or f"step_{self.global_steps:08d}"
+
+    def _add_beside_checkpoints(self, folder: Path) -> None:
+        """Write what else belongs in the folder of checkpoints. Rank 0 only."""
 
     def _replaces_tags(self) -> bool:
         """Whether a checkpoint with a tag may replace another run's of that tag."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -159,12 +160,24 @@ def cases(folder: str) -> dict[str, Any]:
             "same": all(torch.equal(end[key], again[key]) for key in end),
             "same losses": logged(resumed)["losses"] == logged(trainer)["losses"],
             "saved": all(torch.allclose(x.float(), end[key].float(), rtol=1e-2) for key, x in loaded.items()),
+            "exported": name != "stage 3" or exported(place / f"checkpoint-{STEPS}", end),
             "digest": hashlib.sha256(b"".join(x.float().numpy().tobytes() for x in end.values())).hexdigest(),
         }
     facts[SLICES] = logged(train(Path(folder, SLICES), TENSOR)[0])
     facts["from_pretrained"] = from_pretrained_at_stage_3(Path(folder))
     facts["generated"] = generates_at_stage_3()
     return facts
+
+
+def exported(checkpoint: Path, end: Mapping[str, Tensor]) -> bool:
+    """Whether the command in a checkpoint writes the weights, in a Python that has no ranks."""
+    if torch.distributed.get_rank() != 0:
+        return True
+    alone = {name: x for name, x in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, "zero_to_fp32.py", ".", "weights"]
+    subprocess.run(command, cwd=checkpoint, env=alone, check=True, timeout=60)
+    written = torch.load(checkpoint / "weights" / "pytorch_model.bin")
+    return set(written) == set(end) and all(torch.equal(x, end[name].float()) for name, x in written.items())
 
 
 def from_pretrained_at_stage_3(folder: Path) -> bool:

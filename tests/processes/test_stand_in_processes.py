@@ -66,6 +66,7 @@ def test_a_run_learns_resumes_to_the_bit_and_is_saved(found: list[dict], name: s
         assert facts["engine"] == "DeepSpeedEngine" and len(facts["losses"]) == STEPS
         assert facts["losses"][-1] < facts["losses"][0] and all(map(math.isfinite, facts["norms"][-2:]))
         assert facts["same"] and facts["same losses"] and facts["saved"]
+        assert facts["exported"]
     assert found[0][name]["digest"] == found[1][name]["digest"]
 
 

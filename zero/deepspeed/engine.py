@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -39,7 +40,7 @@ from ..features.compression import Compression
 from ..features.data_efficiency import DataEfficiency
 from ..features.progressive_layer_drop import ProgressiveLayerDrop
 from ..pipeline.run import Batch
-from . import stand_in
+from . import stand_in, zero_to_fp32
 from .comm import get_local_rank
 from .names import ENGINE, REFUSED, SWITCHED_OFF, why_not
 from .utils import RepeatingLoader
@@ -718,6 +719,10 @@ class DeepSpeedEngine(Engine):
         return None if feature is None else feature.theta(self.global_steps)
 
     # ---------------------------------------------------------------- weights, checkpoints
+
+    def _add_beside_checkpoints(self, folder: Path) -> None:
+        if stand_in.is_installed():
+            zero_to_fp32.write_script(folder)
 
     def _replaces_tags(self) -> bool:
         return stand_in.is_installed()

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.files import remove
+from ...checkpoint.files import reason, remove
 from ...comm.launch import detect
 from ..checkpoint.weight_folder import hidden_beside, publish
 from ..checkpoint.weights import write_weights
@@ -31,6 +31,13 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
+_SCRIPT = '''"""Write complete float32 weights of the checkpoints in a folder: python zero_to_fp32.py FOLDER OUTPUT"""
+
+from onebit.zero.utils.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+'''
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -163,6 +170,16 @@ def _divided(whole: dict[str, Tensor], most: int | None) -> Sequence[list[str]]:
         files[-1].append(name)
         used += x.nbytes
     return files
+
+
+def write_script(folder: Path) -> None:
+    """Put the command into a folder of checkpoints, as DeepSpeed does. A file of that name stays as it is."""
+    path = folder / "zero_to_fp32.py"
+    try:
+        if not path.exists():
+            path.write_text(_SCRIPT)
+    except OSError as e:
+        log.warning("%s is not written (%s); python -m onebit.zero.utils.zero_to_fp32 does the same", path, reason(e))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
