@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 from collections.abc import Callable
@@ -132,7 +133,27 @@ def built() -> dict[str, object]:
             is_divided = all(p.to_local().numel() < p.ds_numel or p.ds_numel == 1 for p in parts)  # type: ignore[attr-defined]
             shapes = [p.shape for p in model.parameters()] == [p.shape for p in whole.parameters()]
             facts[f"{name}, {seed == 1}"] = equal(model, whole) and is_own and is_divided and shapes and bool(parts)
+    facts["siblings"] = siblings()
     return facts
+
+
+def siblings() -> bool:
+    """Whether models beside each other are divided in one order, and garbage of one rank is left out."""
+    rank, taken = dist.get_rank(), [bytearray(1000 + 900 * k) for k in range(500 * dist.get_rank())]
+    gc.disable()
+    torch.manual_seed(4)
+    whole = [nn.Linear(4 + k % 2, 4) for k in range(20)]
+    torch.manual_seed(4)
+    with Init():
+        models = [nn.Linear(4 + k % 2, 4) for k in range(20)]
+        dropped = nn.Linear(2, 2)
+        dropped.itself = [dropped]  # type: ignore[assignment]
+        del dropped
+        if rank == 0:
+            gc.collect()
+    gc.enable()
+    del taken
+    return all(equal(model, plain) for model, plain in zip(models, whole, strict=True))
 
 
 def written() -> dict[str, bool]:

@@ -13,6 +13,8 @@ place, as the functions of `nn.init` do, writes to the complete parameter.
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...agreement.replicas import make_equal
 from ...comm import Transport
+from ...comm.messages import gather_texts
 from ...model_parallel import gathered
 from ..checkpoint.materialize import allocate
 from ..checkpoint.reshard import fill
@@ -231,7 +234,7 @@ def divided(transport: Transport, marks: Marks = lambda p: {}) -> Iterator[None]
     builder = _Builder(transport, marks)
     hooks = (
         register_module_module_registration_hook(lambda parent, name, child: builder.divide(child)),
-        register_module_parameter_registration_hook(lambda module, name, p: builder.owners.add(module)),
+        register_module_parameter_registration_hook(lambda module, name, p: builder.note(module)),
     )
     try:
         with _draws_of_rank_0(transport):
@@ -239,7 +242,7 @@ def divided(transport: Transport, marks: Marks = lambda p: {}) -> Iterator[None]
     finally:
         for hook in hooks:
             hook.remove()
-    for module in list(builder.owners):
+    for module in builder.undivided():
         builder.divide(module)
 
 
@@ -249,15 +252,30 @@ def divide(model: nn.Module, transport: Transport, marks: Marks = lambda p: {}) 
 
 
 class _Builder:
-    """Divides the parameters of modules. owners: modules with parameters that may not be divided yet."""
+    """Divides the parameters of modules."""
 
     def __init__(self, transport: Transport, marks: Marks):
         if not _worlds or _worlds[-1].transport is not transport:
             device = "cpu" if transport.reaches(torch.device("cpu")) else "cuda"
             mesh = init_device_mesh(device, (transport.world_size,), mesh_dim_names=(_AXIS,))
             _worlds.append(_World(transport, mesh, marks))
-        self._made = WeakTensorKeyDictionary()
-        self.owners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._transport, self._made = transport, WeakTensorKeyDictionary()
+        self._owners = weakref.WeakKeyDictionary[nn.Module, int]()  # with parameters that may not be divided yet
+        self._numbers = itertools.count()
+
+    def note(self, module: nn.Module) -> None:
+        """Keep in mind that a module gets a parameter. The ranks number modules in the same order."""
+        if module not in self._owners:
+            self._owners[module] = next(self._numbers)
+
+    def undivided(self) -> list[nn.Module]:
+        """The modules that still have whole parameters and that every rank still has, in the same order. All ranks.
+
+        Others are garbage, which one rank may have collected and another not.
+        """
+        here = {f"{number} {type(module).__name__}": module for module, number in list(self._owners.items())}
+        rows = [set(json.loads(row)) for row in gather_texts(self._transport, json.dumps(list(here)))]
+        return [here[key] for key in sorted(set.intersection(*rows), key=lambda key: int(key.split()[0]))]
 
     def divide(self, root: nn.Module | None) -> None:
         """Divide what is still whole in this module. Tied parameters stay tied."""
@@ -269,7 +287,7 @@ class _Builder:
                     if p not in self._made:
                         self._made[p] = _divide(p, p.requires_grad, p)
                     setattr(module, name, self._made[p])
-            self.owners.discard(module)
+            self._owners.pop(module, None)
 
 
 @torch.no_grad()
