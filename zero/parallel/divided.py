@@ -34,7 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...agreement.replicas import make_equal
 from ...comm import Transport
-from ...comm.messages import gather_texts
+from ...comm.messages import gather_bytes, gather_texts
 from ...model_parallel import gathered
 from ..checkpoint.materialize import allocate
 from ..checkpoint.reshard import fill
@@ -180,10 +180,14 @@ def _writes(name: str) -> bool:
 def _complete(p: Tensor) -> Complete:
     """The complete values of a divided parameter; the same object while it is in use. All ranks."""
     cell: list[weakref.ref[Complete]] = p.__dict__.setdefault(_CELL, [])
-    if not cell or (found := cell[0]()) is None:
+    found = cell[0]() if cell else None
+    # One rank may still have them, in garbage or in a script's variable, and another not.
+    if b"\0" in gather_bytes(_worlds[-1].transport, bytes([found is not None])):
         with torch._C.DisableTorchFunctionSubclass():
-            found = Complete.of(gathered(p.detach()).clone(), p)
+            values = gathered(p.detach()).clone()
+        found = found if found is not None else Complete.of(values, p)
         cell[:] = [weakref.ref(found)]
+    assert found is not None
     return found
 
 
