@@ -52,7 +52,7 @@ class ZeroParamStatus(enum.Enum):
     INFLIGHT = 3
 
 
-_engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
+_engines = weakref.WeakKeyDictionary["DeepSpeedEngine", None]()  # in the same order on all ranks
 _ids = itertools.count()
 
 # In a block of GatheredParameters these still act on the shard, which is what the engine trains.
@@ -111,7 +111,7 @@ def make_known(engine: DeepSpeedEngine) -> None:
 
     The registry does not keep the engine alive.
     """
-    _engines.add(engine)
+    _engines[engine] = None
     if stand_in.is_installed():
         # TRL asks parameters for their mark in a forward pass, where they are whole; shards have another of their own.
         nn.Parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
