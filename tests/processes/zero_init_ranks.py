@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -134,7 +134,29 @@ def built() -> dict[str, object]:
             shapes = [p.shape for p in model.parameters()] == [p.shape for p in whole.parameters()]
             facts[f"{name}, {seed == 1}"] = equal(model, whole) and is_own and is_divided and shapes and bool(parts)
     facts["siblings"] = siblings()
+    facts["order"] = all(refused_in_another_order())
     return facts
+
+
+def refused_in_another_order() -> Iterator[bool]:
+    """Of models whose layers rank 0 builds in another order: whether all ranks say so, by shapes or by names."""
+    order = "ab" if dist.get_rank() == 0 else "ba"
+
+    def build(width: int) -> nn.Module:
+        with Init():
+            return nn.ModuleDict({name: nn.Linear(4, {"a": 4, "b": width}[name]) for name in order})
+
+    with pytest.raises(ValueError, match=r"that zero\.Init divides differ between ranks: entry 0 is Linear"):
+        build(5)
+    yield True
+    for use in (
+        lambda model: zero.initialize(model=model, config=config_of(3)),
+        lambda model: zero.initialize(model=model, config=config_of(1)),
+        lambda model: zero.init_inference(model, dtype=torch.float32),
+    ):
+        with pytest.raises(ValueError, match=r"the model's parameters differ between ranks: entry 0 is a\."):
+            use(build(4))
+        yield True
 
 
 def siblings() -> bool:

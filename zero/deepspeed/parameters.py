@@ -186,7 +186,8 @@ def Init(
     (those of `nn.init`) write to the complete parameter on all ranks, and `GatheredParameters` shows it. `initialize`
     then shards the model as its configuration says. It calls `init_distributed`, as DeepSpeed's does.
 
-    Sends 8 bytes per parameter tensor from each rank to each; all values only if ranks have built different ones.
+    Sends 8 bytes per parameter tensor and 32 per module from each rank to each; all values only if ranks have built
+    different ones.
 
     Args:
         module: A complete model, which is divided at once. Default None.
@@ -199,6 +200,9 @@ def Init(
         enabled: False: nothing of this. Default True.
         dtype: Without effect: the model keeps its own until `initialize`.
         mpu: Without effect.
+
+    Raises:
+        ValueError: On all ranks: their models have other parameters, or in another order.
     """
     if not enabled:
         return nullcontext()

@@ -105,14 +105,14 @@ def _begin_equal(model: nn.Module, grid: Grid) -> None:
     If ranks have loaded the same file or used the same seed, only votes are sent. Raises ValueError, on all ranks, if
     names, shapes or dtypes of parameters differ.
     """
-    params = {name: p for name, p in model.named_parameters() if not p.is_meta}
-    lines = [f"{name}: {p.dtype} {tuple(p.shape)}" for name, p in params.items()]
+    lines = [f"{name}: {p.dtype} {tuple(p.shape)}" for name, p in model.named_parameters()]
     if problem := unequal_lines(grid.world, "the model's parameters", lines, stage=grid.coordinates["pipe"]):
         raise ValueError(problem)
+    params = [p for p in model.parameters() if not p.is_meta]
     # Axis by axis: after the last one all ranks of a stage have the values of its first.
     for transport in (grid.transports[axis] for axis in ("tensor", "shard", "replica")):
         if transport.world_size > 1:
-            make_equal(transport, [held(p) for p in params.values() if held(p).numel() > 0])
+            make_equal(transport, [held(p) for p in params if held(p).numel() > 0])
             begin_equal(model, transport)
 
 

@@ -32,7 +32,7 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...agreement.replicas import make_equal
+from ...agreement.replicas import check_same_lines, make_equal
 from ...comm import Transport
 from ...comm.messages import gather_bytes, gather_texts
 from ...model_parallel import gathered
@@ -285,12 +285,20 @@ class _Builder:
         """Divide what is still whole in this module. Tied parameters stay tied."""
         if root is None:
             return
+        found = [
+            (module, name, p)
+            for module in root.modules()
+            for name, p in module._parameters.items()
+            if p is not None and (may_divide(p) or p in self._made)
+        ]
+        if found:
+            lines = [f"{type(module).__name__}.{name}: {p.dtype} {tuple(p.shape)}" for module, name, p in found]
+            check_same_lines(self._transport, "parameters that zero.Init divides", lines)
+        for module, name, p in found:
+            if p not in self._made:
+                self._made[p] = _divide(p, p.requires_grad, p)
+            setattr(module, name, self._made[p])
         for module in root.modules():
-            for name, p in list(module._parameters.items()):
-                if p is not None and (may_divide(p) or p in self._made):
-                    if p not in self._made:
-                        self._made[p] = _divide(p, p.requires_grad, p)
-                    setattr(module, name, self._made[p])
             self._owners.pop(module, None)
 
 
@@ -344,7 +352,9 @@ def has_parts(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def complete(model: nn.Module) -> None:
-    """Give every rank the complete parameters, in place. All ranks."""
+    """Give every rank the complete parameters, in place. All ranks. Raises ValueError if their names differ."""
+    names = [name for name, p in model.named_parameters() if is_divided(p)]
+    check_same_lines(_worlds[-1].transport, "the model's parameters", names)
     _replace(model, lambda p: gathered(p.detach()).clone())
 
 
