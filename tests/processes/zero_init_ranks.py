@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -142,17 +143,20 @@ def refused_in_another_order() -> Iterator[bool]:
     """Of models whose layers rank 0 builds in another order: whether all ranks say so, by shapes or by names."""
     order = "ab" if dist.get_rank() == 0 else "ba"
 
-    def build(width: int) -> nn.Module:
-        with Init():
+    def build(width: int, device: str | None = None) -> nn.Module:
+        with Init(remote_device=device):
             return nn.ModuleDict({name: nn.Linear(4, {"a": 4, "b": width}[name]) for name in order})
 
     with pytest.raises(ValueError, match=r"that zero\.Init divides differ between ranks: entry 0 is Linear"):
         build(5)
     yield True
+    written_to = Path(tempfile.mkdtemp(), "model.safetensors")
+    written_to.write_bytes(save(nn.ModuleDict({name: nn.Linear(4, 4) for name in "ab"}).state_dict()))
     for use in (
         lambda model: zero.initialize(model=model, config=config_of(3)),
         lambda model: zero.initialize(model=model, config=config_of(1)),
         lambda model: zero.init_inference(model, dtype=torch.float32),
+        lambda model: zero.initialize(model=build(4, "meta"), weights=written_to, config=config_of(3)),
     ):
         with pytest.raises(ValueError, match=r"the model's parameters differ between ranks: entry 0 is a\."):
             use(build(4))
