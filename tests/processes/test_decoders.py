@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from collections.abc import Mapping
 from functools import cache
@@ -72,6 +74,7 @@ def words(cases: list[Case]) -> list[tuple[str, str, str]]:
 def start(name: str) -> tuple[Ended, str]:
     """Started by whichever test asks first; all later ones read it, also if it failed."""
     folder, cases = tempfile.mkdtemp(prefix="decoders-"), STARTS[name]
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return run_torchrun(cases[0].on.ranks, decoder_ranks.run, folder, words(cases), timeout_s=110), folder
 
 

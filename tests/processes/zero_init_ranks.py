@@ -150,17 +150,22 @@ def refused_in_another_order() -> Iterator[bool]:
     with pytest.raises(ValueError, match=r"that zero\.Init divides differ between ranks: entry 0 is Linear"):
         build(5)
     yield True
-    written_to = Path(tempfile.mkdtemp(), "model.safetensors")
-    written_to.write_bytes(save(nn.ModuleDict({name: nn.Linear(4, 4) for name in "ab"}).state_dict()))
     for use in (
         lambda model: zero.initialize(model=model, config=config_of(3)),
         lambda model: zero.initialize(model=model, config=config_of(1)),
         lambda model: zero.init_inference(model, dtype=torch.float32),
-        lambda model: zero.initialize(model=build(4, "meta"), weights=written_to, config=config_of(3)),
+        with_weights,
     ):
         with pytest.raises(ValueError, match=r"the model's parameters differ between ranks: entry 0 is a\."):
-            use(build(4))
+            use(build(4, "meta" if use is with_weights else None))
         yield True
+
+
+def with_weights(model: nn.Module) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "model.safetensors")
+        file.write_bytes(save(nn.ModuleDict({name: nn.Linear(4, 4) for name in "ab"}).state_dict()))
+        zero.initialize(model=model, weights=file, config=config_of(3))
 
 
 def siblings() -> bool:
