@@ -16,7 +16,7 @@ import copy
 import enum
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -256,7 +256,7 @@ def GatheredParameters(
 
     Args:
         params: Parameters of an engine's module, or of a model that `Init` divides; others are whole already. None
-            stands for none, as the bias that a layer lacks.
+            stands for none, as the bias that a layer lacks. All ranks give the same, in one order or as a set.
         modifier_rank: After the block, all ranks take the values of this rank. Default None: values that are written to
             gathered shards are lost.
         fwd_module: Without effect.
@@ -269,6 +269,8 @@ def GatheredParameters(
     if not enabled or not given:
         yield given
         return
+    if isinstance(params, Set):  # which has tensors in the order of addresses, another one on each rank
+        given.sort(key=_place)
     found = [_find(p) for p in given]
     engines = list(dict.fromkeys(held.engine for held in found if held is not None))
     if modifier_rank is not None:
@@ -291,6 +293,11 @@ def GatheredParameters(
                 _take_from(modifier_rank, p, held, values)
         for engine in engines:
             engine.adopt_weights()
+
+
+def _place(p: Tensor) -> tuple[int, str]:
+    """The same order on all ranks."""
+    return p.__dict__.get("ds_id", -1), "" if (held := _find(p)) is None else held.name
 
 
 def _check_can_modify(engine: DeepSpeedEngine, rank: int) -> None:
