@@ -120,20 +120,25 @@ def differing(transport: Transport, tensors: Sequence[Tensor]) -> dict[int, list
         transport: Between the ranks that compare.
         tensors: The same number of tensors on all ranks, in the same order.
     """
+    rows = _unequal_fingerprints(transport, tensors)
+    return {
+        rank: [k for k, (a, b) in enumerate(zip(row, rows[0], strict=True)) if a != b]
+        for rank, row in enumerate(rows)
+        if row != rows[0]
+    }
+
+
+def _unequal_fingerprints(transport: Transport, tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The fingerprints of each rank; [] if they are equal."""
     if transport.world_size == 1:
-        return {}
+        return []
     mine = fingerprints(tensors).cpu()
     weights = torch.arange(1, len(mine) + 1, device="cpu")
     total = int((mine * (2 * weights + 1)).sum()) & (2**64 - 1)
     if len(set(gather_bytes(transport, total.to_bytes(16, "little")))) == 1:
-        return {}
+        return []
     rows = gather_bytes(transport, mine.numpy().tobytes())
-    all_WP = [torch.frombuffer(bytearray(b), dtype=torch.int64) for b in rows]
-    return {
-        rank: torch.nonzero(row != all_WP[0]).flatten().tolist()
-        for rank, row in enumerate(all_WP)
-        if not torch.equal(row, all_WP[0])
-    }
+    return [torch.frombuffer(bytearray(b), dtype=torch.int64).tolist() for b in rows]
 
 
 @calling("check_replicas()")
@@ -159,7 +164,7 @@ def check_replicas(transport: Transport, tensors: Sequence[Tensor], names: Seque
         )
 
 
-def make_equal(transport: Transport, tensors: Sequence[Tensor]) -> None:
+def make_equal(transport: Transport, tensors: Sequence[Tensor], *, are_parameters: bool = True) -> None:
     """Give every rank the values of rank 0, unless all have the same already. All ranks.
 
     Sends as `differing` does, and if they differ all tensors from rank 0.
@@ -167,10 +172,25 @@ def make_equal(transport: Transport, tensors: Sequence[Tensor]) -> None:
     Args:
         transport: Between the replicas.
         tensors: Of any dtype, modified in place. A quantised tensor is sent as the plain tensors of which it consists.
+        are_parameters: Whether to look for another order. Not so of buffers: two flags may well change places. Default
+            True.
+
+    Raises:
+        ValueError: A rank has the values of rank 0 in another order, so it has other tensors in these places. On all
+            ranks; nothing is modified.
     """
     tensors = [part for tensor in tensors for part in _parts(tensor)]
-    if not differing(transport, tensors):
+    rows = _unequal_fingerprints(transport, tensors)
+    if not rows:
         return
+    for rank, row in enumerate(rows if are_parameters else []):
+        if row != rows[0] and sorted(row) == sorted(rows[0]):
+            k = next(k for k, (a, b) in enumerate(zip(row, rows[0], strict=True)) if a != b)
+            raise ValueError(
+                f"rank {transport.rank}: rank {rank} has the parameters of rank 0 in another order: its entry {k} is "
+                f"entry {rows[0].index(row[k])} of rank 0; give all ranks the same order, e.g. that of "
+                "model.named_parameters(): a set has another one in each process"
+            )
     if transport.rank == 0:
         log.info("initial parameters differ between ranks; rank 0's are sent to all")
     for tensor in tensors:

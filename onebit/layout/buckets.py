@@ -265,7 +265,11 @@ class Buckets(list[B]):
             found = replicas.unequal_lines(self._parts.stages, "the stages' options", options, device)
             problem = problem or found
         raise_on_all_ranks(self._parts.whole, problem, ValueError)
-        replicas.make_equal(self._transport, [x for x in held if x.numel() > 0])
+        try:
+            replicas.make_equal(self._transport, [x for x in held if x.numel() > 0])
+        except ValueError as error:
+            problem = str(error)
+        raise_on_all_ranks(self._parts.whole, problem, ValueError)
         for g in new:
             self._owner.begin_group(g)
         for g in new:

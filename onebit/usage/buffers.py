@@ -111,7 +111,7 @@ def begin_equal(model: nn.Module, transport: Transport) -> None:
     every = [set(text.split("\n")) for text in gather_texts(transport, "\n".join(lines.values()), transport.device)]
     common = [x for name, x in held.items() if all(lines[name] in theirs for theirs in every)]
     there = [x.to(transport.device) for x in common]
-    make_equal(transport, there)
+    make_equal(transport, there, are_parameters=False)
     for mine, given in zip(common, there, strict=True):
         if mine is not given:
             mine.copy_(given)

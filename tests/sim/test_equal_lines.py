@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 import onebit
-from onebit.agreement.replicas import differing, unequal_lines
+from onebit.agreement.replicas import differing, make_equal, unequal_lines
 from onebit.comm import SimTransport, run_ranks
 
 RANKS = 4
@@ -47,6 +47,26 @@ def test_one_bit_of_one_tensor_is_found(dtype: torch.dtype) -> None:
         return found
 
     assert run_ranks(2, rank) == [[{1: [k]} for k, _ in cases]] * 2
+
+
+@pytest.mark.parametrize("odd", range(RANKS))
+def test_the_same_values_in_another_order_are_refused(odd: int) -> None:
+    """Layers of one shape, as a set has them. Equal ones may change places; other values are rank 0's afterwards."""
+
+    def rank(transport: SimTransport) -> None:
+        layers = [torch.zeros(3), torch.ones(3), torch.zeros(3), torch.arange(3.0)]
+        make_equal(transport, [layers[k] for k in ((2, 1, 0, 3) if transport.rank == odd else (0, 1, 2, 3))])
+        order = (0, 3, 2, 1) if transport.rank == odd else (0, 1, 2, 3)
+        text = f"rank {transport.rank}: rank {odd or 1} has the parameters of rank 0 in another order: its entry 1 is"
+        given, before = [layers[k] for k in order], [layers[k].clone() for k in order]
+        with pytest.raises(ValueError, match=text):
+            make_equal(transport, given)
+        assert all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
+        make_equal(transport, [x + transport.rank for x in given])
+        with pytest.raises(ValueError, match=text):
+            onebit.OnebitAdam([torch.nn.Parameter(x) for x in given], lr=1e-3, transport=transport)
+
+    run_ranks(RANKS, rank)
 
 
 @pytest.mark.parametrize("odd", range(RANKS))

@@ -74,7 +74,7 @@ def parallelize(model: nn.Module, grid: Grid, plan: Plan, *, is_stage: bool = Fa
     torch_versions.keep_masks_apart()
     mesh, transport = grid.mesh["tensor"], grid.transports["tensor"]
     tensors = [x for x in (*model.parameters(), *model.buffers()) if not x.is_meta]
-    make_equal(transport, tensors)
+    make_equal(transport, tensors, are_parameters=False)
     ties = [places for places in _holders(model).values() if len(places) > 1]
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
     for _, module, style in found:
