@@ -138,6 +138,12 @@ if __name__ == "__main__":
 """
 
 
+def test_annotations_of_a_script_are_objects(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def f(x: int): pass\nprint(f.__annotations__['x'] is int)\n")
+    assert run("-m", "onebit.zero.deepspeed", str(script)).stdout == "True\n"
+
+
 def test_processes_that_a_script_starts_anew_have_it_too(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SPAWNS)
     ended = run("-m", "onebit.zero.deepspeed", str(tmp_path / "train.py"), "a")

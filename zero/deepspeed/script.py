@@ -24,7 +24,7 @@ def run(path: str) -> None:
 
 def _execute(path: str, names: dict[str, object]) -> None:
     with open(path, "rb") as file:
-        exec(compile(file.read(), path, "exec"), names)
+        exec(compile(file.read(), path, "exec", dont_inherit=True), names)  # without this file's annotations
 
 
 if __name__ == "__mp_main__":
