@@ -134,7 +134,7 @@ def built() -> dict[str, object]:
             is_divided = all(p.to_local().numel() < p.ds_numel or p.ds_numel == 1 for p in parts)  # type: ignore[attr-defined]
             shapes = [p.shape for p in model.parameters()] == [p.shape for p in whole.parameters()]
             facts[f"{name}, {seed == 1}"] = equal(model, whole) and is_own and is_divided and shapes and bool(parts)
-    facts["siblings"] = siblings()
+    facts["siblings"], facts["nested"] = siblings(), nested()
     facts["order"] = all(refused_in_another_order())
     return facts
 
@@ -185,6 +185,16 @@ def siblings() -> bool:
     gc.enable()
     del taken
     return all(equal(model, plain) for model, plain in zip(models, whole, strict=True))
+
+
+def nested() -> bool:
+    """Whether a weight stays tied if one of its modules is built in a block within the other's."""
+    with Init():
+        table = nn.Embedding(6, 4)
+        with Init():
+            head = nn.Linear(4, 6, bias=False)
+            head.weight = table.weight
+    return table.weight is head.weight and hasattr(head.weight, "ds_id")
 
 
 def written() -> dict[str, bool]:

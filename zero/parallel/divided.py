@@ -71,6 +71,7 @@ class _World(NamedTuple):
 
 
 _worlds: list[_World] = []  # the last one counts
+_open: list[_Builder] = []  # of the blocks under way, the innermost last
 
 
 class Divided(DTensor):
@@ -240,10 +241,12 @@ def divided(transport: Transport, marks: Marks = lambda p: {}) -> Iterator[None]
         register_module_module_registration_hook(lambda parent, name, child: builder.divide(child)),
         register_module_parameter_registration_hook(lambda module, name, p: builder.note(module)),
     )
+    _open.append(builder)
     try:
         with _draws_of_rank_0(transport):
             yield
     finally:
+        _open.remove(builder)
         for hook in hooks:
             hook.remove()
     for module in builder.undivided():
@@ -263,7 +266,8 @@ class _Builder:
             device = "cpu" if transport.reaches(torch.device("cpu")) else "cuda"
             mesh = init_device_mesh(device, (transport.world_size,), mesh_dim_names=(_AXIS,))
             _worlds.append(_World(transport, mesh, marks))
-        self._transport, self._made = transport, WeakTensorKeyDictionary()
+        # What a block within another one divides is the same parameter in both.
+        self._transport, self._made = transport, _open[-1]._made if _open else WeakTensorKeyDictionary()
         self._owners = weakref.WeakKeyDictionary[nn.Module, int]()  # with parameters that may not be divided yet
         self._numbers = itertools.count()
 
