@@ -220,6 +220,12 @@ def written() -> dict[str, bool]:
     with torch.no_grad():
         facts["computes"] = warned(lambda: facts.update(computed=torch.equal(model(ids), whole(ids)))) == []
     facts["warns"] = [line[:22] for line in warned(lambda: (model(ids), model(ids)))] == ["a layer whose paramete"]
+    with torch.no_grad():
+        before = table[5] * 1
+        model.table.weight += 1
+        facts["added"] = model.table.weight is table and torch.equal(table[5] * 1, before + 1)
+        torch.mul(table, 2, out=table)
+        facts["out"] = torch.equal(values(model)["table.weight"][5], (before + 1) * 2)
     kept = [table[0]][rank:]  # in a variable of rank 0, and gone on rank 1
     facts["reads again"] = torch.equal(table[5] * 1, values(model)["table.weight"][5]) and len(kept) == (rank == 0)
     larger = torch.arange(3.0 * WIDTH).view(3, WIDTH) + rank

@@ -100,7 +100,9 @@ class Divided(DTensor):
             if name in _LAYERS and torch.is_grad_enabled():
                 _warn_of_gradients()
             with torch.no_grad():
-                return func(*tree_map_only(cls, _complete, args), **tree_map_only(cls, _complete, kwargs))
+                made = func(*tree_map_only(cls, _complete, args), **tree_map_only(cls, _complete, kwargs))
+            is_first = isinstance(made, Complete) and made.whole is None and args and made.part is args[0]
+            return args[0] if is_first and _writes(name) else made  # module.weight += 1 assigns it again
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **kwargs)
         if name in _SAME_PART | _NEW_PART and isinstance(made, DTensor) and made is not args[0]:
@@ -157,7 +159,11 @@ class Complete(Tensor):
         given = args[0] if args else kwargs.get("tensor")  # as the functions of nn.init call it
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **kwargs)
-            if not isinstance(given, cls):
+            out = kwargs.get("out")
+            for x in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(x, cls):
+                    write(x.part, (x if x.whole is None else x.whole).as_subclass(Tensor))
+            if out is not None or not isinstance(given, cls):
                 return made
             whole = given if given.whole is None else given.whole
             if _writes(func.__name__):
