@@ -101,8 +101,9 @@ class Divided(DTensor):
                 _warn_of_gradients()
             with torch.no_grad():
                 made = func(*tree_map_only(cls, _complete, args), **tree_map_only(cls, _complete, kwargs))
-            is_first = isinstance(made, Complete) and made.whole is None and args and made.part is args[0]
-            return args[0] if is_first and _writes(name) else made  # module.weight += 1 assigns it again
+            if _writes(name) and args and isinstance(made, Complete) and made.whole is None and made.part is args[0]:
+                return args[0]  # module.weight += 1 assigns it again
+            return made
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **kwargs)
         if name in _SAME_PART | _NEW_PART and isinstance(made, DTensor) and made is not args[0]:
@@ -272,8 +273,9 @@ class _Builder:
             device = "cpu" if transport.reaches(torch.device("cpu")) else "cuda"
             mesh = init_device_mesh(device, (transport.world_size,), mesh_dim_names=(_AXIS,))
             _worlds.append(_World(transport, mesh, marks))
+        self._transport = transport
         # What a block within another one divides is the same parameter in both.
-        self._transport, self._made = transport, _open[-1]._made if _open else WeakTensorKeyDictionary()
+        self._made: WeakTensorKeyDictionary = _open[-1]._made if _open else WeakTensorKeyDictionary()
         self._owners = weakref.WeakKeyDictionary[nn.Module, int]()  # with parameters that may not be divided yet
         self._numbers = itertools.count()
 
