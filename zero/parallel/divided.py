@@ -297,21 +297,25 @@ class _Builder:
         """Divide what is still whole in this module. Tied parameters stay tied."""
         if root is None:
             return
-        found = [
-            (module, name, p)
+        lines = [
+            f"{type(module).__name__}.{name}: {p.dtype} {tuple(p.shape)}"
             for module in root.modules()
             for name, p in module._parameters.items()
-            if p is not None and (may_divide(p) or p in self._made)
+            if p is not None and self._divides(p)
         ]
-        if found:
-            lines = [f"{type(module).__name__}.{name}: {p.dtype} {tuple(p.shape)}" for module, name, p in found]
+        if lines:
             check_same_lines(self._transport, "parameters that zero.Init divides", lines)
-        for module, name, p in found:
-            if p not in self._made:
-                self._made[p] = _divide(p, p.requires_grad, p)
-            setattr(module, name, self._made[p])
-        for module in root.modules():
+        for module in root.modules():  # keeps no whole parameter longer than its module does
+            for name, p in list(module._parameters.items()):
+                if p is not None and self._divides(p):
+                    if p not in self._made:
+                        self._made[p] = _divide(p, p.requires_grad, p)
+                    setattr(module, name, self._made[p])
             self._owners.pop(module, None)
+
+    def _divides(self, p: Tensor) -> bool:
+        """Whether a parameter is to be divided, or was in another module."""
+        return may_divide(p) or p in self._made
 
 
 @torch.no_grad()
