@@ -235,11 +235,9 @@ class AveragedSteps(Wrapped):
             entry = [(name, x) for name, x in sorted(self.state.get(p, {}).items()) if isinstance(x, Tensor)]
             tensors += [local(x) for _, x in entry]
             names += [f"{name} of parameter {k}" for name, _ in entry]
-        try:
-            check = partial(replicas.check_replicas, self.transport, tensors, names, self._steps)
-            self.model_parallel_group.raise_on_all_ranks(ReplicaError, check)
-        except PeerError as error:
-            self._lost = self._members.note_lost("check_replicas()", error)
+        check = partial(replicas.check_replicas, self.transport, tensors, names, self._steps)
+        together = partial(self.model_parallel_group.raise_on_all_ranks, ReplicaError, check)
+        self._lost = self._members.attempt("check_replicas()", self.progress(), together) or self._lost
 
     # ---------------------------------------------------------------- members that come and go
 

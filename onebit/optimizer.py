@@ -685,10 +685,7 @@ class CompressedOptimizer(BucketOptimizer[Bucket]):
         """
         if self._members is None:
             return self._compare_replicas()
-        try:
-            self._compare_replicas()
-        except PeerError as error:
-            self._lost = self._members.note_lost("check_replicas()", error)
+        self._lost = self._members.attempt("check_replicas()", self.progress(), self._compare_replicas) or self._lost
 
     def _compare_replicas(self) -> None:
         names, step = self.buckets.names, self.steps_taken()

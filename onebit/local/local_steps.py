@@ -469,13 +469,13 @@ class LocalSteps(Wrapped):
         self._compare("check_replicas()", partial(self.replica.check_anchors, self.steps))
 
     def _compare(self, call: str, check: Callable[[], None]) -> None:
-        try:
+        def together() -> None:
             with self.traffic.waited.running():
                 self.model_parallel_group.raise_on_all_ranks(ReplicaError, check)
-        except PeerError as error:
-            if self._members is None:
-                raise
-            self._lost = self._members.note_lost(call, error)
+
+        if self._members is None:
+            return together()
+        self._lost = self._members.attempt(call, self.progress(), together) or self._lost
 
     # ---------------------------------------------------------------- members that come and go
 

@@ -52,7 +52,7 @@ from .sampler import MemberSampler
 
 log = logging.getLogger(__name__)
 
-STANDING_BYTES = 352
+STANDING_BYTES = 384
 """Length of a member's `Standing` as JSON, padded: room for numbers of 18 digits."""
 
 _TELL_OF_IDLE = (5, 50, 500, 5000)
@@ -298,7 +298,10 @@ def _enter_next(
         try:
             members.enter_next(why, lets_in=lets_in)
             copied = members.copy is not None
-            standing = _exchange(members, Standing(steps, progress, members.has_state, is_new, data, seconds, copied))
+            gave_up = any(members.told(members.gave_up_at == tuple(progress)))
+            mine = Standing(steps, progress, members.has_state, is_new, data, seconds, copied, gave_up)
+            standing = _exchange(members, mine)
+            members.gave_up_at = max((tuple(its.progress) for its in standing if its.gave_up), default=())
             assert members.roster is not None
             if not any(its.has_state for its in standing) and members.rendezvous.has_begun(members.roster):
                 raise MembershipError(

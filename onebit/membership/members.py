@@ -51,6 +51,8 @@ class Standing:
         round: Its round of the data: see `MemberSampler.leave_world`. Empty: it has no sampler.
         seconds: Of its micro-batches: see `MemberSampler.tell`. Default 0.
         copied: Whether it has copied parts of the run's state before this change: see `copying.py`. Default False.
+        gave_up: Whether it has given up a call between two steps since it came this far: see `Members.attempt`.
+            Default False.
     """
 
     steps: int
@@ -60,6 +62,7 @@ class Standing:
     round: Sequence[int]
     seconds: float = 0.0
     copied: bool = False
+    gave_up: bool = False
 
 
 class DividesData(Protocol):
@@ -117,6 +120,7 @@ class Members(Transport):
         copy: What it has copied so; None if nothing, or later.
         met_at: The members of the last change, and how far this one was.
         idle_changes: Number of changes since then with the same members and no step.
+        gave_up_at: How far one was that has given up a call between two steps; empty: none has. See `attempt`.
     """
 
     ranks_change = True
@@ -133,6 +137,7 @@ class Members(Transport):
         self.copy: HoldsCopy | None = None
         self.met_at: object = None
         self.idle_changes = 0
+        self.gave_up_at: tuple[int, ...] = ()
         self._residuals, self._residual_norm = Residuals(), RunningResidualNorm()
         self._now: Transport = SimTransport()
         self._sent_before = self._sent_before_inter_node = 0
@@ -256,12 +261,32 @@ class Members(Transport):
         """Whether another member has left the current epoch for the next, as far as this one has looked."""
         return self.rendezvous.is_over.is_set()
 
-    def note_lost(self, call: str, error: PeerError) -> PeerError:
-        """Warn that a call between two steps was given up; the members meet before the next step. Returns the error."""
-        log.warning("%s: %s was given up, as a member is lost: %s", self.rendezvous.name, call, error)
-        if self.node is not None:
-            self.node.leave()  # its other ranks are in the same call, and what follows it may need all of them
-        return error
+    def attempt(self, call: str, progress: Sequence[int], work: Callable[[], None]) -> PeerError | None:
+        """Do this, a call of all members between two steps; if a member is lost meanwhile, give it up with a warning.
+
+        One that comes to the call later than a change, because it was cut off in the step before, does not begin what
+        another has given up: that one will not come.
+
+        Args:
+            call: Its name.
+            progress: See `change.Changing.progress`.
+            work: Does it.
+
+        Returns:
+            Why this member gave it up: the members are to meet before the next step. None if it did not.
+        """
+        if tuple(progress) == self.gave_up_at:
+            log.warning("%s: %s was given up, as another member has given it up", self.rendezvous.name, call)
+            return None
+        try:
+            work()
+        except PeerError as error:
+            log.warning("%s: %s was given up, as a member is lost: %s", self.rendezvous.name, call, error)
+            self.gave_up_at = tuple(progress)
+            if self.node is not None:
+                self.node.leave()  # its other ranks are in the same call, and what follows it may need all of them
+            return error
+        return None
 
     def note(self, buckets: Sequence[Residual] = ()) -> bytes:
         """What this member adds to its vote on a step.

@@ -306,6 +306,33 @@ def test_a_step_that_others_have_taken_is_taken_over(
     assert sum(found.took_step for found in changes) == 1
 
 
+@pytest.mark.parametrize(
+    ("make", "last"), [(partial(adam, freeze_step=3, overlap=False, bucket_cap_mb=25.0), 4.5), (averaged, 5.5)]
+)
+def test_a_comparison_that_one_has_given_up_is_waited_for_by_none(
+    make: Make, last: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One survivor has the last step, and loses the member that dies in the comparison after it; another in the step.
+
+    The first comes to the end with the other still in its step, which it takes over. Then it compares with nobody.
+    """
+    began = time.monotonic()
+
+    def work(members: Members) -> Tensor:
+        def before_step(optimizer: Any) -> None:
+            if members.rendezvous.name == "b" and optimizer.steps_taken() == 7:
+                members._now.fuse[0] = last
+
+        model, optimizer = trained(members, 8, make, before_step)
+        optimizer.check_replicas()
+        end(optimizer)
+        return parameters_of(model)
+
+    assert_same_end(founded(Hub(3, timeout_s=30.0), work).join(), "ac")
+    assert time.monotonic() - began < 20
+    assert "check_replicas() was given up" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_step_that_others_have_skipped_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the fuses at which some know that all skip, and others hear of the loss: their schedules stay together."""
