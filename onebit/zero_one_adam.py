@@ -364,9 +364,9 @@ class ZeroOneRule(Rule):
         for g in range(len(self._variance_total)):
             self._variance_total[g] = self._total_after(g, self._weight_of_variance_step(g))
         self._variance_steps = step
-        variances = [bucket.flat["exp_avg_sq"] for bucket in self.buckets]
-        shares = [bucket.share_J for bucket in self.buckets]
-        total, elements = self.parts.total(*sums_of_live_blocks(variances, shares, self.codec.block))
+        of_buckets = [(bucket.flat["exp_avg_sq"], bucket.counts, bucket.share_J) for bucket in self.buckets]
+        variances, counts, shares = ([each[k] for each in of_buckets] for k in range(3))
+        total, elements = self.parts.total(*sums_of_live_blocks(variances, counts, shares, self.codec.block))
         self._fallback = total / elements if elements else 1.0
         if not elements:  # no gradient so far: the schedules begin after this step
             self._unseen = [int(count) for count in self.steps]

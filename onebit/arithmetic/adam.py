@@ -157,22 +157,24 @@ def normalised(g: Tensor, D: Tensor, weight: float) -> Tensor:
 
 
 def sums_of_live_blocks(
-    variances: Sequence[Tensor], shares: Sequence[Tensor | None], block: int
+    variances: Sequence[Tensor], counts: Sequence[Tensor], shares: Sequence[Tensor | None], block: int
 ) -> tuple[float, float]:
-    """The sum of v over all blocks in which it is not zero, and the number of their elements.
+    """The sum of v over all blocks in which it is not zero, and the number of their elements, without padding.
 
     Args:
-        variances: Flat variances, float32.
-        shares: For each variance, the share of each block that counts; None: all of it.
+        variances: Flat variances, float32 [W·N].
+        counts: For each variance, the real elements of each block, int32 [W, J].
+        shares: For each variance, the share of each block that counts, float64 [W·J]; None: all of it.
         block: Elements of a block.
     """
     total, elements = 0.0, 0.0
-    for v, share_J in zip(variances, shares, strict=True):
+    for v, count_WJ, share_J in zip(variances, counts, shares, strict=True):
         sum_J = v.view(-1, block).sum(1)
+        count_J = count_WJ.view(-1) * (sum_J != 0)
         if share_J is None:
             total += float(sum_J.sum(dtype=torch.float64))
-            elements += int(torch.count_nonzero(sum_J)) * block
+            elements += int(count_J.sum())
         else:
             total += float((sum_J * share_J).sum())
-            elements += float(share_J[sum_J != 0].sum()) * block
+            elements += float((count_J * share_J).sum())
     return total, elements

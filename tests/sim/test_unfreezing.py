@@ -499,3 +499,28 @@ def test_births_are_part_of_the_state() -> None:
     )
     for a, b in zip(plain, broken, strict=True):
         assert torch.equal(a[-1], b[-1])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("name", ["OnebitAdam"])
+def test_a_layer_without_a_variance_takes_the_mean_of_the_models_without_padding(name: str, world_size: int) -> None:
+    """All gradients have the size c, so each D is c.
+
+    On one rank the layer had moved 2.3 times as far: padding counted as elements without a variance.
+    """
+    c, joins, lr = 0.3, 17, 1e-2
+
+    def work(transport: SimTransport) -> Tensor:
+        params = [nn.Parameter(torch.zeros(size)) for size in (7, 64, 300)]
+        options = {"weight_decay": 0.0, "compression": "always", "transport": transport}
+        optimizer = getattr(onebit, name)(params, lr=lr, **options)
+        for step in range(joins + 1):
+            for p in params:
+                p.grad = None if p is params[-1] and step < joins else torch.full_like(p, c)
+            optimizer.step()
+        assert optimizer.stats.phase == "compressed"
+        return params[-1].detach()
+
+    for late in run_ranks(world_size, work):
+        expected = torch.full_like(late, -lr * 0.1 / (1 - 0.9 ** (joins + 1)))
+        torch.testing.assert_close(late, expected, rtol=0.05, atol=0.0)
