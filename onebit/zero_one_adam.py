@@ -364,9 +364,13 @@ class ZeroOneRule(Rule):
         for g in range(len(self._variance_total)):
             self._variance_total[g] = self._total_after(g, self._weight_of_variance_step(g))
         self._variance_steps = step
-        of_buckets = [(bucket.flat["exp_avg_sq"], bucket.counts, bucket.share_J) for bucket in self.buckets]
-        variances, counts, shares = ([each[k] for each in of_buckets] for k in range(3))
-        total, elements = self.parts.total(*sums_of_live_blocks(variances, counts, shares, self.codec.block))
+        total = elements = 0.0
+        for bucket in self.buckets:
+            of_one = [bucket.flat["exp_avg_sq"]], [bucket.counts], [bucket.share_J]
+            of_v, its = sums_of_live_blocks(*of_one, self.codec.block)
+            of_weights = self._variance_total[bucket.group_index] if self.bias_correction else 1.0
+            total, elements = total + of_v / of_weights, elements + its
+        total, elements = self.parts.total(total, elements)
         self._fallback = total / elements if elements else 1.0
         if not elements:  # no gradient so far: the schedules begin after this step
             self._unseen = [int(count) for count in self.steps]

@@ -502,11 +502,12 @@ def test_births_are_part_of_the_state() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("name", ["OnebitAdam"])
+@pytest.mark.parametrize("name", ["OnebitAdam", "ZeroOneAdam"])
 def test_a_layer_without_a_variance_takes_the_mean_of_the_models_without_padding(name: str, world_size: int) -> None:
-    """All gradients have the size c, so each D is c.
+    """And without the bias towards its zero start. All gradients have the size c, so each D is c.
 
-    On one rank the layer had moved 2.3 times as far: padding counted as elements without a variance.
+    On one rank the layer had moved 2.3 times as far, and with 0/1 Adam 6.9 times: padding counted as elements without a
+    variance, and 0/1 Adam took the mean of v in place of v̂.
     """
     c, joins, lr = 0.3, 17, 1e-2
 
