@@ -25,6 +25,8 @@ from .usage.contract import Group, State, eps_of
 
 T = TypeVar("T")
 
+_SEES_GRADIENTS = ("exp_avg_sq", "momentum_buffer")  # flat state that a gradient other than zero leaves its trace in
+
 
 @dataclass
 class FrozenVariance:
@@ -54,17 +56,18 @@ class FrozenVariance:
     joined: dict[int, int] = field(default_factory=dict)
 
     def look(self, buckets: Sequence[Bucket], before: Sequence[int], parts: ModelParallelGroup) -> None:
-        """Until a variance has taken in a gradient, check whether one has. All parts of the model.
+        """Until the model has seen a gradient, check whether it has. All parts of the model.
 
         Waits for the device: in an ordinary run in its first step only.
 
         Args:
-            buckets: The buckets with a variance.
+            buckets: All buckets, in warm-up: some may have other moments than a variance.
             before: For each group, the number of steps that would be `unseen`.
             parts: The ranks that hold the parts of this replica.
         """
         if self.unseen is None:
-            has_seen = not buckets or any(bool(bucket.flat["exp_avg_sq"].any()) for bucket in buckets)
+            moments = [bucket.flat[name] for bucket in buckets for name in _SEES_GRADIENTS if name in bucket.flat]
+            has_seen = not moments or any(bool(moment.any()) for moment in moments)
             if parts.total(float(has_seen), 0.0)[0] > 0.0:
                 self.unseen = dict(enumerate(before))
 

@@ -320,7 +320,7 @@ class AdamRule(Rule):
 
     def _look(self, before: Sequence[int]) -> None:
         """See `FrozenVariance.look`."""
-        self.variance.look([bucket for bucket in self.buckets if self.keeps_variance(bucket)], before, self.parts)
+        self.variance.look(self.buckets, before, self.parts)
 
     def _count_from_the_first(self) -> None:
         """Count the warm-up from the first step: a dense state does not record when its variance saw a gradient."""

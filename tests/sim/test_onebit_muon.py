@@ -277,3 +277,20 @@ def test_what_may_not_move_is_not_orthogonalised(monkeypatch: pytest.MonkeyPatch
 
     run_ranks(2, work)
     assert seen == [False] * 8 and sent == [False] * 6
+
+
+def test_matrices_end_their_warm_up_if_the_other_groups_have_no_gradient() -> None:
+    """Its end had waited for a gradient in the groups with a variance, and matrices were sent in four bits for good."""
+
+    def work(transport: SimTransport) -> tuple[str, bool]:
+        net = built()
+        optimizer = onebit.OnebitMuon(onebit.muon_groups(net, head=net.head), transport=transport, compression="always")
+        for step in range(8):
+            for k, p in enumerate(optimizer.param_groups[0]["params"]):
+                generator = torch.Generator().manual_seed(100 * step + 10 * k + transport.rank)
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+        matrices = [bucket for bucket in optimizer.buckets if bucket.group["use_muon"]]
+        return optimizer.stats.phase, all(bucket.phase == "compressed" for bucket in matrices)
+
+    assert run_ranks(2, work) == [("compressed", True)] * 2
