@@ -286,8 +286,8 @@ class AdamRule(Rule):
         first = self.buckets[0]
         is_refresh = first.phase == "compressed" and self.averages_gradients(first)
         phase = "refresh" if is_refresh else first.phase
-        self._restart_refreshes()
         self._look([max(int(count) - 1, 0) for count in self.steps])
+        self._restart_refreshes()  # layers have joined late only if the model had seen a gradient before
         self._freeze_where_due()
         self._release_buffers()
         return phase

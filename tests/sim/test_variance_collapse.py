@@ -100,3 +100,20 @@ def test_a_warm_up_begins_with_the_first_gradient_that_is_not_zero(name: str) ->
         found = run_ranks(2, lambda transport, at=saves_at: after_zeros(transport, name, ZEROS, at))
         for a, b in zip(expected, found, strict=True):
             assert all(map(torch.equal, a, b)), saves_at
+
+
+def test_a_model_without_gradients_at_first_gets_no_more_refreshes_than_one_with_zeros() -> None:
+    """Its first gradients had begun the refreshes anew, as those of layers that are unfrozen: twice as many."""
+
+    def phases(transport: SimTransport, first: Tensor | None) -> list[str]:
+        p, found = nn.Parameter(torch.zeros(64)), []
+        optimizer = onebit.OnebitAdam([p], transport=transport, compression="always")
+        for step in range(40):
+            generator = torch.Generator().manual_seed(2 * step + transport.rank)
+            p.grad = first if step < 3 else torch.randn(64, generator=generator)
+            optimizer.step()
+            found.append(optimizer.stats.phase)
+        return found
+
+    expected = run_ranks(2, lambda transport: phases(transport, torch.zeros(64)))
+    assert run_ranks(2, lambda transport: phases(transport, None)) == expected
