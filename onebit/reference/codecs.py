@@ -59,7 +59,7 @@ def whole_steps(c: Array, blocks: Blocks, most: int) -> Array:
 
 
 def eight_bits(c: Array, blocks: Blocks) -> Array:
-    """The default code for gradients in the warm-up and in refreshes."""
+    """The default code for gradients in the dense steps of 1-bit LAMB and 0/1 Adam."""
     return whole_steps(c, blocks, 127)
 
 
@@ -68,15 +68,16 @@ def four_bits(c: Array, blocks: Blocks) -> Array:
     return whole_steps(c, blocks, 7)
 
 
-def four_log_bits(c: Array, blocks: Blocks) -> Array:
+def four_log_bits(c: Array, blocks: Blocks, block_size: int = 256) -> Array:
     """A sign and the nearest of s, s/2, ..., s/128, where s is the block's maximum, rounded up.
 
-    Values half way between two become the larger one. In a block with a zero, or with padding, zeros stay zero, and
-    s/64 is the least of the others.
+    The default code for gradients in the dense steps of 1-bit Adam and Muon. Values half way between two become the
+    larger one. In a block with a zero, or with padding to block_size, zeros stay zero, and s/64 is the least of the
+    others.
     """
-    q, full = np.zeros_like(c), max(block.stop - block.start for block in blocks)
+    q = np.zeros_like(c)
     for block in blocks:
-        has_zero = (c[block] == 0).any() or block.stop - block.start < full
+        has_zero = (c[block] == 0).any() or block.stop - block.start < block_size
         s = scale_above(np.abs(c[block]).max())
         if s > 0:
             levels = s * 2.0 ** -np.arange(7 if has_zero else 8)

@@ -13,7 +13,7 @@ import onebit
 from onebit.arithmetic.schedule import DenseSteps, VarianceUpdates, long_warmup, variance_weight
 from onebit.comm import IdentityCodec, Int8Codec, Log4Codec, SignCodec, SimTransport, run_ranks
 from onebit.optimizer import CompressedOptimizer
-from onebit.reference.codecs import eight_bits, four_log_bits
+from onebit.reference.codecs import eight_bits, four_log_bits, mean_in
 from onebit.reference.onebit_adam import OnebitAdam as OnebitAdamOracle
 from onebit.reference.onebit_adam import run
 
@@ -125,6 +125,17 @@ def test_equals_the_textbook_loop_over_refreshes(
         np.testing.assert_array_equal(trajectory, results[0])
     differs = np.abs(results[0] - expected)[: 18 if world_size == 3 else None] > 5e-4
     assert differs.mean(axis=1).max() <= 0.01
+
+
+@pytest.mark.parametrize("size", [7, 256])
+def test_gradients_in_four_bits_are_those_of_the_oracle(size: int) -> None:
+    """A short block has padding, even if no block is full: its smallest values travel as s/64."""
+    p = nn.Parameter(torch.zeros(size))
+    p.grad = torch.cat([torch.tensor([1.0, 1e-3]), torch.linspace(0.1, 1.0, size - 2)])
+    optimizer = onebit.OnebitAdam([p], transport=SimTransport())
+    optimizer.step()
+    sent = mean_in(four_log_bits, p.grad.double().numpy()[None], [slice(0, size)])
+    np.testing.assert_allclose(optimizer.state[p]["exp_avg"].numpy() / 0.1, sent, rtol=1e-6)
 
 
 def test_without_any_option_it_compresses_from_the_fifth_step() -> None:
