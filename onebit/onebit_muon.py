@@ -273,7 +273,8 @@ class OnebitMuon(CompressedOptimizer):
         ns_steps: Iterations of `newton_schulz`. Default 5.
         adjust_lr: Factor a of the learning rate: "match_rms_adamw", with which one rate suits matrices and the rest, or
             "original". See `adjustment`. Default "match_rms_adamw".
-        freeze_step: Warm-up steps, as in `OnebitAdam`. "auto" (default): 4; groups without use_muon have refreshes.
+        freeze_step: Warm-up steps, as in `OnebitAdam`. "auto" (default): 5, until the first step that is not dense in
+            the other groups; only these have refreshes.
         warmup_codec: Format of gradients, as in `OnebitAdam`. Default None: `Log4Codec`.
         bias_correction: Whether moments are corrected for their start from zero. Default True.
         variance_floor: Least variance in groups without use_muon, as in `OnebitAdam`. Default .01.

@@ -94,7 +94,7 @@ class CommonOptions(SharedOptions, total=False):
     delay: of `OnebitAdam` alone. 1: the one-bit exchange of a step runs while the next one computes, at the end of
         which parameters move by it, with the learning rate with which it was sent. A step takes the longer of compute
         and traffic, not their sum, and gradients are those of parameters one step older. Meanwhile parameters look
-        ahead, as for Nesterov's gradient: p - lr·β1·m/D with the last step's numbers, taken back when the step lands.
+        ahead, as for Nesterov's gradient: p - lr·β1·m̂/D with the last step's numbers, taken back when the step lands.
         Buckets are sent in step(), whatever `overlap` is. Warm-up and refreshes land the step under way and have no
         delay, nor has any step with freeze_step="auto" while a group has taken fewer than 256. `sync()` lands it before
         an evaluation or an export.

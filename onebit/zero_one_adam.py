@@ -507,7 +507,7 @@ class ZeroOneAdam(CompressedOptimizer):
         var_freeze_step: Last step in which the variance may change. Default None: updates only become rarer.
         var_update_scaler: Updates of the variance until the gap between two of them doubles. Default 16.
         local_step_scaler: Steps until the interval between synchronisations doubles, counted from var_freeze_step; or
-            "auto": it doubles whenever the learning rate has halved since its peak. Default "auto".
+            "auto": it doubles whenever the first group's learning rate has halved since its peak. Default "auto".
         local_step_clipper: Longest interval between synchronisations, in steps; "auto": 8. Default 1: every step
             synchronises.
         variance_codec: Format of the gradients in variance steps. Default None: `Int8Codec`.
