@@ -214,7 +214,23 @@ def Init(
         return nullcontext()
     if module is not None:
         parts.divide(module, transport, _marks)
-    return parts.divided(transport, _marks)
+    return _Blocks(partial(parts.divided, transport, _marks))
+
+
+class _Blocks(AbstractContextManager[None]):
+    """Makes a new block each time it is entered, also within itself."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]):
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        block = self._make()
+        block.__enter__()
+        self._entered.append(block)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 def _shards_parameters(config: ConfigLike | None) -> bool:
