@@ -134,7 +134,7 @@ def built() -> dict[str, object]:
             is_divided = all(p.to_local().numel() < p.ds_numel or p.ds_numel == 1 for p in parts)  # type: ignore[attr-defined]
             shapes = [p.shape for p in model.parameters()] == [p.shape for p in whole.parameters()]
             facts[f"{name}, {seed == 1}"] = equal(model, whole) and is_own and is_divided and shapes and bool(parts)
-    facts["siblings"], facts["nested"] = siblings(), nested()
+    facts["siblings"], facts["nested"], facts["entered again"] = siblings(), nested(), entered_again()
     facts["order"] = all(refused_in_another_order())
     return facts
 
@@ -195,6 +195,19 @@ def nested() -> bool:
             head = nn.Linear(4, 6, bias=False)
             head.weight = table.weight
     return table.weight is head.weight and hasattr(head.weight, "ds_id")
+
+
+def entered_again() -> bool:
+    """Whether one block can be entered twice, also within itself, and a parameter of both stays tied."""
+    block, shared = Init(), nn.Parameter(torch.randn(6, 4))
+    heads = []
+    for _ in range(2):
+        with block:
+            head = nn.Linear(4, 6, bias=False)
+            with block:
+                head.weight = shared
+        heads.append(head)
+    return heads[0].weight is heads[1].weight and hasattr(heads[0].weight, "ds_id")
 
 
 def written() -> dict[str, bool]:

@@ -63,15 +63,18 @@ _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # of the properties
 
 
 class _World(NamedTuple):
-    """All ranks, and what marks a divided parameter."""
+    """All ranks, what marks a divided parameter, and those that there are, by the whole ones of which they were made.
+
+    A whole parameter that a script keeps is thus the same divided one in each block that uses it: it stays tied.
+    """
 
     transport: Transport
     mesh: DeviceMesh
     marks: Marks
+    made: WeakTensorKeyDictionary
 
 
 _worlds: list[_World] = []  # the last one counts
-_open: list[_Builder] = []  # of the blocks under way, the innermost last
 
 
 class Divided(DTensor):
@@ -218,7 +221,7 @@ def write(p: Tensor, values: Tensor, rank: int | None = None) -> None:
             f"a parameter of shape {tuple(p.shape)} that zero.Init has divided gets values of shape "
             f"{tuple(values.shape)}; assign a new parameter to the module, or p.data"
         )
-    transport, mesh, _ = _worlds[-1]
+    transport, mesh = _worlds[-1].transport, _worlds[-1].mesh
     near = values.detach().to(mesh.device_type).contiguous()
     if rank is None:
         make_equal(transport, [near])
@@ -248,12 +251,10 @@ def divided(transport: Transport, marks: Marks = lambda p: {}) -> Iterator[None]
         register_module_module_registration_hook(lambda parent, name, child: builder.divide(child)),
         register_module_parameter_registration_hook(lambda module, name, p: builder.note(module)),
     )
-    _open.append(builder)
     try:
         with _draws_of_rank_0(transport):
             yield
     finally:
-        _open.remove(builder)
         for hook in hooks:
             hook.remove()
     for module in builder.undivided():
@@ -272,10 +273,8 @@ class _Builder:
         if not _worlds or _worlds[-1].transport is not transport:
             device = "cpu" if transport.reaches(torch.device("cpu")) else "cuda"
             mesh = init_device_mesh(device, (transport.world_size,), mesh_dim_names=(_AXIS,))
-            _worlds.append(_World(transport, mesh, marks))
-        self._transport = transport
-        # What a block within another one divides is the same parameter in both.
-        self._made: WeakTensorKeyDictionary = _open[-1]._made if _open else WeakTensorKeyDictionary()
+            _worlds.append(_World(transport, mesh, marks, WeakTensorKeyDictionary()))
+        self._transport, self._made = transport, _worlds[-1].made
         self._owners = weakref.WeakKeyDictionary[nn.Module, int]()  # with parameters that may not be divided yet
         self._numbers = itertools.count()
 
@@ -321,7 +320,7 @@ class _Builder:
 @torch.no_grad()
 def _divide(values: Tensor, requires_grad: bool, given: Tensor) -> nn.Parameter:
     """A divided parameter with rank 0's values and the attributes of the given one. All ranks."""
-    transport, mesh, marks = _worlds[-1]
+    transport, mesh, marks, _ = _worlds[-1]
     near = values.detach().as_subclass(Tensor).to(mesh.device_type).contiguous()
     make_equal(transport, [near])
     dim = max(range(near.dim()), key=lambda dim: near.shape[dim])
