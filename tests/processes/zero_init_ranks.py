@@ -135,6 +135,7 @@ def built() -> dict[str, object]:
             shapes = [p.shape for p in model.parameters()] == [p.shape for p in whole.parameters()]
             facts[f"{name}, {seed == 1}"] = equal(model, whole) and is_own and is_divided and shapes and bool(parts)
     facts["siblings"], facts["nested"], facts["entered again"] = siblings(), nested(), entered_again()
+    facts["refused"] = all(refused())
     facts["order"] = all(refused_in_another_order())
     return facts
 
@@ -208,6 +209,20 @@ def entered_again() -> bool:
                 head.weight = shared
         heads.append(head)
     return heads[0].weight is heads[1].weight and hasattr(heads[0].weight, "ds_id")
+
+
+def refused() -> Iterator[bool]:
+    """Uses that would mix up parts or wait for others: whether they are errors on all ranks."""
+    rank = dist.get_rank()
+    with Init():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for modifier in (-1, 7):
+        with (
+            pytest.raises(ValueError, match=f"modifier_rank {modifier} is no rank"),
+            GatheredParameters(model[0].weight, modifier_rank=modifier),
+        ):
+            pass
+        yield True
 
 
 def written() -> dict[str, bool]:

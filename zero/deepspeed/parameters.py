@@ -290,8 +290,9 @@ def GatheredParameters(
     found = [_find(p) for p in given]
     engines = list(dict.fromkeys(held.engine for held in found if held is not None))
     if modifier_rank is not None:
+        _check_is_rank(modifier_rank, engines)
         for engine in engines:
-            _check_can_modify(engine, modifier_rank)
+            _check_can_modify(engine)
             engine.synchronise()
     given = [p if held is None else held.p for p, held in zip(given, found, strict=True)]
     shown = _gather(given, found)
@@ -316,14 +317,25 @@ def _place(p: Tensor) -> tuple[int, str]:
     return p.__dict__.get("ds_id", -1), "" if (held := _find(p)) is None else held.name
 
 
-def _check_can_modify(engine: DeepSpeedEngine, rank: int) -> None:
+def _check_can_modify(engine: DeepSpeedEngine) -> None:
     if engine.pipeline is not None:
         raise ValueError(
             "modifier_rank in a pipeline: other stages do not hold these layers; change the weights of this stage in "
             "the same way on all its ranks, with modifier_rank=None"
         )
-    if not 0 <= rank < engine.world_size:
-        raise ValueError(f"modifier_rank {rank} is no rank of {engine.world_size}")
+
+
+def _check_is_rank(rank: int, engines: Sequence[DeepSpeedEngine]) -> None:
+    """Raise ValueError if these engines, or without one torch.distributed, have no such rank."""
+    ranks = min([engine.world_size for engine in engines], default=_ranks())
+    if ranks and not 0 <= rank < ranks:
+        raise ValueError(f"modifier_rank {rank} is no rank of {ranks}")
+
+
+def _ranks() -> int:
+    """The number of ranks of torch.distributed; 0 if it is not running."""
+    running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if running else 0
 
 
 def _gather(params: Sequence[Tensor], found: Sequence[_Held | None]) -> list[Tensor]:
@@ -353,7 +365,7 @@ def _take_from(rank: int, p: Tensor, held: _Held | None, full: Tensor) -> None:
         _write(held.p, sent)
     elif parts.is_divided(p):
         parts.write(p, sent, rank)
-    elif torch.distributed.is_available() and torch.distributed.is_initialized():
+    elif _ranks():
         torch.distributed.broadcast(sent, rank)
         full.detach().copy_(sent)
 
