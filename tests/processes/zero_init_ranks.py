@@ -135,7 +135,7 @@ def built() -> dict[str, object]:
             shapes = [p.shape for p in model.parameters()] == [p.shape for p in whole.parameters()]
             facts[f"{name}, {seed == 1}"] = equal(model, whole) and is_own and is_divided and shapes and bool(parts)
     facts["siblings"], facts["nested"], facts["entered again"] = siblings(), nested(), entered_again()
-    facts["refused"] = all(refused())
+    facts["copied sets"], facts["refused"] = copied_sets(), all(refused())
     facts["order"] = all(refused_in_another_order())
     return facts
 
@@ -209,6 +209,21 @@ def entered_again() -> bool:
                 head.weight = shared
         heads.append(head)
     return heads[0].weight is heads[1].weight and hasattr(heads[0].weight, "ds_id")
+
+
+def copied_sets() -> bool:
+    """Whether ranks gather a model and its deep copy, in one set, in the same order."""
+    with Init():
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)])
+    others = [nn.Parameter(torch.ones(1)) for _ in range(37 * dist.get_rank())]  # for other addresses on each rank
+    average = copy.deepcopy(model)
+    del others
+    with torch.no_grad():
+        for p in average.parameters():
+            p.fill_(1.0)
+    with GatheredParameters({*average.parameters(), *model.parameters()}):
+        mixed = [p for p in model.parameters() if (p == 1).any()] + [p for p in average.parameters() if (p != 1).any()]
+    return not mixed
 
 
 def refused() -> Iterator[bool]:

@@ -118,6 +118,7 @@ class Divided(DTensor):
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
         copy = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        copy.__dict__.update(_worlds[-1].marks(copy))  # which tell it from this one
         memo[id(self)] = copy
         return copy
 
