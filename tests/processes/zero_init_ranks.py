@@ -36,6 +36,8 @@ class Block(nn.Module):
         with torch.no_grad():
             self.up.bias[0] = 7.0
             self.up.bias.add_(1.0)
+            self.up.weight[3].copy_(self.down.bias.new_ones(width) * self.norm.weight)
+            self.up.weight[4].add_(self.norm.weight)
             first, second = self.up.weight[0], self.up.weight.view(-1)
             first.fill_(0.25)
             second[-3:] = 0.5

@@ -160,7 +160,8 @@ class Complete(Tensor):
     def __torch_function__(
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args = tree_map_only(Divided, _complete, args)
+        kwargs = tree_map_only(Divided, _complete, kwargs or {})
         given = args[0] if args else kwargs.get("tensor")  # as the functions of nn.init call it
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **kwargs)
