@@ -133,7 +133,7 @@ def built() -> dict[str, object]:
             torch.manual_seed(seed)
             is_own = torch.equal(own, drawn if seed == 1 or rank == 0 else torch.rand(1))
             parts = [p for p in model.parameters() if hasattr(p, "ds_id")]
-            is_divided = all(p.to_local().numel() < p.ds_numel or p.ds_numel == 1 for p in parts)  # type: ignore[attr-defined]
+            is_divided = all(p.partition_numel() < p.ds_numel or p.ds_numel == 1 for p in parts)  # type: ignore[attr-defined]
             shapes = [p.shape for p in model.parameters()] == [p.shape for p in whole.parameters()]
             facts[f"{name}, {seed == 1}"] = equal(model, whole) and is_own and is_divided and shapes and bool(parts)
     facts["siblings"], facts["nested"], facts["entered again"] = siblings(), nested(), entered_again()
@@ -260,6 +260,7 @@ def written() -> dict[str, bool]:
     facts["lost"] = not bool((values(model)["table.weight"] == 0).all())
     model.load_state_dict({name: of_rank_0(x) for name, x in whole.state_dict().items()})
     facts["loaded"] = equal(model, whole)
+    facts["layer's sizes"] = table.to_local().shape == whole.table.weight.shape  # as PEFT reads them
     facts["reads"] = torch.equal(table[3] * 2, whole.table.weight[3] * 2)
     ids = torch.arange(6).view(1, 6) % VOCABULARY
     with torch.no_grad():

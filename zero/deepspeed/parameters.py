@@ -245,7 +245,7 @@ def _marks(p: Tensor) -> dict[str, object]:
         "ds_status": ZeroParamStatus.NOT_AVAILABLE,
         "ds_shape": p.shape,
         "ds_numel": p.numel(),
-        "partition_numel": partial(int, local(p).numel()),  # copied and pickled with p
+        "partition_numel": partial(int, local(parts.as_dtensor(p)).numel()),  # copied and pickled with p
     }
 
 

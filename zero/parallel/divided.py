@@ -19,7 +19,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -125,6 +125,13 @@ class Divided(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _of_a_part(self, "pickling")
 
+    def to_local(self, **named: object) -> Tensor:
+        """The parameter itself, as its layer computes with all of it: PEFT takes a layer's sizes from here."""
+        return self
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:  # for torch.distributed.checkpoint
+        return as_dtensor(self).to_local()
+
 
 @functools.cache
 def _warn_of_gradients() -> None:
@@ -204,6 +211,12 @@ def _complete(p: Tensor) -> Complete:
     return found
 
 
+def as_dtensor(p: Tensor) -> DTensor:
+    """A divided parameter as any DTensor, of which a rank sees its part. The same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return cast(DTensor, p.detach())
+
+
 def is_divided(x: object) -> bool:
     """Whether this is a parameter that `divided` has divided, or what was made of one."""
     return isinstance(x, DTensor) and x.device_mesh.mesh_dim_names == (_AXIS,)
@@ -229,7 +242,7 @@ def write(p: Tensor, values: Tensor, rank: int | None = None) -> None:
         make_equal(transport, [near])
     else:
         transport.broadcast(near.view(-1).view(torch.uint8), rank).wait()
-    fill(p, near)
+    fill(as_dtensor(p), near)
     found = p.__dict__[_CELL][0]() if p.__dict__.get(_CELL) else None
     if found is not None and found.data_ptr() != near.data_ptr():
         found.as_subclass(Tensor).copy_(near)
