@@ -240,6 +240,16 @@ def refused() -> Iterator[bool]:
         ):
             pass
         yield True
+    with pytest.raises(ValueError, match="ranks gather differ between ranks"):
+        model[min(rank, 1)].weight.sum()
+    yield True
+    params = [model[0].weight, model[1].weight]
+    with (
+        pytest.raises(ValueError, match="ranks gather differ between ranks"),
+        GatheredParameters(params if rank else params[::-1]),
+    ):
+        pass
+    yield True
 
 
 def written() -> dict[str, bool]:

@@ -348,6 +348,8 @@ def _gather(params: Sequence[Tensor], found: Sequence[_Held | None]) -> list[Ten
         for p, held in zip(params, found, strict=True)
         if (held or parts.is_divided(p)) and isinstance(p, DTensor) and not isinstance(p, _Gathered)
     }
+    if in_parts := [p for p, held in divided.items() if held is None]:
+        parts.check_same_order(in_parts)
     group = next((held.engine.grid.model_parallel_group for held in divided.values() if held), None)
     with call_of_all(SimTransport() if group is None else group.transport, "GatheredParameters()"):
         whole = [nn.Parameter(gathered(p).detach().clone(), requires_grad=p.requires_grad) for p in divided]

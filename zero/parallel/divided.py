@@ -16,8 +16,9 @@ import functools
 import itertools
 import json
 import logging
+import struct
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -45,7 +46,8 @@ log = logging.getLogger(__name__)
 Marks = Callable[[Tensor], Mapping[str, object]]
 """Returns attributes for a divided parameter, which it has until it is complete or taken."""
 
-_MARKS, _CELL = "divided_marks", "divided_cell"
+_MARKS, _CELL, _NUMBER = "divided_marks", "divided_cell", "divided_number"
+_numbers = itertools.count()  # of divided parameters, the same on all ranks
 _AXIS = "divided"  # the only dimension of the mesh, which no other mesh has
 
 # Names of functions and properties that concern the part. All others see the complete parameter.
@@ -202,7 +204,10 @@ def _complete(p: Tensor) -> Complete:
     cell: list[weakref.ref[Complete]] = p.__dict__.setdefault(_CELL, [])
     found = cell[0]() if cell else None
     # One rank may still have them, in garbage or in a script's variable, and another not.
-    if b"\0" in gather_bytes(_worlds[-1].transport, bytes([found is not None])):
+    rows = gather_bytes(_worlds[-1].transport, struct.pack("<Q?", p.__dict__[_NUMBER], found is not None))
+    if len({row[:-1] for row in rows}) > 1:
+        check_same_order([p])
+    if any(row[-1] == 0 for row in rows):
         with torch._C.DisableTorchFunctionSubclass():
             values = gathered(p.detach()).clone()
         found = found if found is not None else Complete.of(values, p)
@@ -215,6 +220,12 @@ def as_dtensor(p: Tensor) -> DTensor:
     """A divided parameter as any DTensor, of which a rank sees its part. The same memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return cast(DTensor, p.detach())
+
+
+def check_same_order(params: Sequence[Tensor]) -> None:
+    """Raise ValueError, on all ranks, if ranks would mix up parts of different parameters. All ranks."""
+    lines = [f"number {p.__dict__[_NUMBER]}, {p.dtype} {tuple(p.shape)}" for p in params]
+    check_same_lines(_worlds[-1].transport, "the parameters of zero.Init that ranks gather", lines)
 
 
 def is_divided(x: object) -> bool:
@@ -347,7 +358,7 @@ def _divide(values: Tensor, requires_grad: bool, given: Tensor) -> nn.Parameter:
     made = nn.Parameter(part.to(values.device), requires_grad=requires_grad)
     own = marks(made)
     made.__dict__.update(given.__dict__)
-    made.__dict__.update(own, **{_CELL: [], _MARKS: (_MARKS, _CELL, *own)})
+    made.__dict__.update(own, **{_NUMBER: next(_numbers), _CELL: [], _MARKS: (_MARKS, _CELL, _NUMBER, *own)})
     made.__class__ = Divided  # type: ignore[assignment]
     return made
 
