@@ -250,6 +250,10 @@ def refused() -> Iterator[bool]:
     ):
         pass
     yield True
+    whole = {nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(2.0))}
+    with pytest.raises(ValueError, match="a list in place of the set"), GatheredParameters(whole, modifier_rank=0):
+        pass
+    yield True
 
 
 def written() -> dict[str, bool]:

@@ -279,7 +279,8 @@ def GatheredParameters(
         enabled: False: yield the parameters unchanged. Default True.
 
     Raises:
-        ValueError: modifier_rank is not a rank, or the model is a pipeline.
+        ValueError: modifier_rank is not a rank, or the model is a pipeline; params is a set whose order is unknown; or
+            ranks give divided parameters of a model without an engine in different orders, on all ranks.
     """
     given: list[Tensor] = [params] if isinstance(params, Tensor) else [p for p in params if p is not None]
     if not enabled or not given:
@@ -287,6 +288,11 @@ def GatheredParameters(
         return
     if isinstance(params, Set):  # which has tensors in the order of addresses, another one on each rank
         given.sort(key=_place)
+        if modifier_rank is not None and _ranks() > 1 and len(set(map(_place, given))) < len(given):
+            raise ValueError(
+                "GatheredParameters got a set with parameters that no engine has, each whole: ranks have them in "
+                "different orders, and modifier_rank would mix them up; give a list in place of the set"
+            )
     found = [_find(p) for p in given]
     engines = list(dict.fromkeys(held.engine for held in found if held is not None))
     if modifier_rank is not None:
@@ -312,9 +318,11 @@ def GatheredParameters(
             engine.adopt_weights()
 
 
-def _place(p: Tensor) -> tuple[int, str]:
+def _place(p: Tensor) -> tuple[int, int, str]:
     """The same order on all ranks."""
-    return p.__dict__.get("ds_id", -1), "" if (held := _find(p)) is None else held.name
+    held = _find(p)
+    engine, name = (-1, "") if held is None else (list(_engines).index(held.engine), held.name)
+    return p.__dict__.get("ds_id", -1), engine, name
 
 
 def _check_can_modify(engine: DeepSpeedEngine) -> None:
