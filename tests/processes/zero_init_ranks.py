@@ -275,6 +275,11 @@ def written() -> dict[str, bool]:
     model.load_state_dict({name: of_rank_0(x) for name, x in whole.state_dict().items()})
     facts["loaded"] = equal(model, whole)
     facts["layer's sizes"] = table.to_local().shape == whole.table.weight.shape  # as PEFT reads them
+    norms = torch._foreach_norm([p.detach() for p in model.parameters()])
+    facts["lists"] = [x.item() for x in norms] == [p.detach().norm().item() for p in whole.parameters()]
+    turned = [torch._weight_norm(p, p[:, :1]) for p in (model.blocks[0].up.weight, whole.blocks[0].up.weight)]
+    facts["weight norm"] = torch.equal(*turned)
+    facts["type"] = torch.equal(table.type(torch.float64).sum(), whole.table.weight.type(torch.float64).sum())
     facts["reads"] = torch.equal(table[3] * 2, whole.table.weight[3] * 2)
     ids = torch.arange(6).view(1, 6) % VOCABULARY
     with torch.no_grad():

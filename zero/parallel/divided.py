@@ -52,14 +52,19 @@ _AXIS = "divided"  # the only dimension of the mesh, which no other mesh has
 
 # Names of functions and properties that concern the part. All others see the complete parameter.
 _SAME_PART = {"data", "detach", "requires_grad_", "share_memory_"}
-_NEW_PART = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double", "clone", "contiguous"}
+_NEW_PART = {"to", "type", "cpu", "cuda", "half", "bfloat16", "float", "double", "clone", "contiguous"}
 _ABOUT = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "is_floating_point",
     "is_complex", "is_signed", "is_contiguous", "get_device", "is_inference", "is_shared", "is_pinned",
     "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__hash__", "__repr__",
-    "__len__", "type",
+    "__len__",
 }  # fmt: skip
-_MEMORY = {"data_ptr", "storage", "untyped_storage"}  # a reader of the bytes would take a part for the parameter
+_MEMORY = {
+    "data_ptr",
+    "storage",
+    "untyped_storage",
+    "share_memory_",
+}  # a reader of the bytes would take a part for the parameter
 _LAYERS = {"linear", "embedding", "conv1d", "conv2d", "conv3d"}  # of nn.functional, for a warning
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # of the properties
 
@@ -100,7 +105,7 @@ class Divided(DTensor):
             return None
         if name in _MEMORY:
             raise _of_a_part(args[0], name)
-        is_about = name not in _VIEWS if is_property else name in _ABOUT or (name[0] == "_" and name[:2] != "__")
+        is_about = name not in _VIEWS if is_property else name in _ABOUT or _is_private(name)
         if not (is_about or name in _SAME_PART | _NEW_PART):
             if name in _LAYERS and torch.is_grad_enabled():
                 _warn_of_gradients()
@@ -133,6 +138,11 @@ class Divided(DTensor):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:  # for torch.distributed.checkpoint
         return as_dtensor(self).to_local()
+
+
+def _is_private(name: str) -> bool:
+    """Whether a function is one of torch's own about tensors, or writes to lists of parts: not torch._weight_norm."""
+    return name[0] == "_" and name[:2] != "__" and (hasattr(Tensor, name) or name[-1] == "_")
 
 
 @functools.cache
