@@ -300,7 +300,7 @@ def written() -> dict[str, bool]:
     for act in (lambda: table.data.unsqueeze_(0), lambda: table.resize_(1)):
         with pytest.raises(ValueError, match="assign a new parameter"):
             act()
-    for reads in (pickle.dumps, Tensor.data_ptr, lambda p: save({"p": p.detach()})):
+    for reads in (pickle.dumps, Tensor.data_ptr, Tensor.share_memory_, lambda p: save({"p": p.detach()})):
         with pytest.raises(RuntimeError, match="this one has a part"):
             reads(table)  # type: ignore[arg-type]
     table.data = whole.table.weight.data

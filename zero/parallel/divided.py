@@ -51,7 +51,7 @@ _numbers = itertools.count()  # of divided parameters, the same on all ranks
 _AXIS = "divided"  # the only dimension of the mesh, which no other mesh has
 
 # Names of functions and properties that concern the part. All others see the complete parameter.
-_SAME_PART = {"data", "detach", "requires_grad_", "share_memory_"}
+_SAME_PART = {"data", "detach", "requires_grad_"}
 _NEW_PART = {"to", "type", "cpu", "cuda", "half", "bfloat16", "float", "double", "clone", "contiguous"}
 _ABOUT = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "is_floating_point",
