@@ -59,12 +59,8 @@ _ABOUT = {
     "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__hash__", "__repr__",
     "__len__",
 }  # fmt: skip
-_MEMORY = {
-    "data_ptr",
-    "storage",
-    "untyped_storage",
-    "share_memory_",
-}  # a reader of the bytes would take a part for the parameter
+# A reader of the bytes would take a part for the parameter.
+_MEMORY = {"data_ptr", "storage", "untyped_storage", "share_memory_"}
 _LAYERS = {"linear", "embedding", "conv1d", "conv2d", "conv3d"}  # of nn.functional, for a warning
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # of the properties
 
