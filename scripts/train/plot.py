@@ -12,15 +12,13 @@ from pathlib import Path
 
 from provenance import record_path
 
-from train.report import read_csv
+from train.report import COLUMNS, read_csv
 
 
 class Run:
     """What train.py --csv wrote. megabytes: from the beginning up to each step, rank 0's."""
 
     def __init__(self, label: str, rows: Sequence[dict[str, str]]):
-        if not rows:
-            raise ValueError(f"{label}: no step is in this file")
         self.label, self.rows = label, rows
         self.is_wire = all(row["wire_bytes"] for row in rows)
         self.steps = self.column("step")
@@ -49,12 +47,29 @@ def draw(runs: Sequence[Run], out: Path) -> None:
         against_bytes.plot([run.megabytes[k] for k in rows], losses, color=color, marker=".", label=run.label)
     against_steps.set(xlabel="step", ylabel="loss, nats per byte (thin: training, thick: validation)")
     counted = "on the wire, counted by the kernel" if all(run.is_wire for run in runs) else "handed to the network"
-    against_bytes.set(xlabel=f"MB sent by rank 0 ({counted})", xscale="log")
+    has_sent = any(run.megabytes[-1] for run in runs)  # one rank sends nothing
+    against_bytes.set(xlabel=f"MB sent by rank 0 ({counted})", xscale="log" if has_sent else "linear")
     for axes in (against_steps, against_bytes):
         axes.grid(alpha=0.3)
         axes.legend()
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=130)
+
+
+def read_run(path: Path) -> Run:
+    """Raises ValueError, which names the file, if it is not what train.py --csv wrote."""
+    writes = f"train.py --csv {path} writes"
+    try:
+        rows = read_csv(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be read: {reason}; {writes} it") from error
+    if not rows:
+        raise ValueError(f"{path} holds no step; {writes} a line for each")
+    for name in COLUMNS:
+        if name not in rows[0]:
+            raise ValueError(f"{path} has no column {name}; {writes} it")
+    return Run(path.stem, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -63,4 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--out", type=record_path, required=True, metavar="FILE", help="a .png")
     args = parser.parse_args(argv)
-    draw([Run(path.stem, read_csv(path)) for path in args.csv], args.out)
+    try:
+        runs = [read_run(path) for path in args.csv]
+    except ValueError as error:
+        parser.error(str(error))
+    draw(runs, args.out)

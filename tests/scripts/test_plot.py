@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from train.plot import Run, main
 from train.report import COLUMNS, read_csv
 
 
-def write_run(path: Path, steps: int, *, has_wire: bool = True, validates: bool = True) -> None:
+def write_run(path: Path, steps: int, *, sent: int = 1000, has_wire: bool = True, validates: bool = True) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -22,14 +23,14 @@ def write_run(path: Path, steps: int, *, has_wire: bool = True, validates: bool 
                     "loss": 5.0 / (1 + step),
                     "val_loss": 5.5 / (1 + step) if looks else "",
                     "lr": 1e-3,
-                    "sent_bytes": 1000,
+                    "sent_bytes": sent,
                     "bits_per_parameter": 8.0 if step < 5 else 1.1,
                     "comm_ms": 2.0,
                     "step_s": 0.01,
                     "error_norm_ratio": 0.3 if looks else "",
                     "phase": "warmup" if step < 5 else "compressed",
                     "skipped": 0,
-                    "wire_bytes": 1100 if has_wire else "",
+                    "wire_bytes": sent * 11 // 10 if has_wire else "",
                 }
             )
 
@@ -48,7 +49,30 @@ def test_bytes_add_up_and_losses_keep_their_rows(tmp_path: Path) -> None:
     assert run.validated() == ([4, 9], [1.1, 0.55])
 
 
-def test_a_file_without_a_step_is_refused(tmp_path: Path) -> None:
-    write_run(tmp_path / "empty.csv", 0)
-    with pytest.raises(ValueError, match="empty: no step is in this file"):
-        main([str(tmp_path / "empty.csv"), "--out", str(tmp_path / "loss.png")])
+def write_nothing(path: Path) -> None:
+    """No such file."""
+
+
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (write_nothing, "run.csv cannot be read: No such file or directory"),
+        (lambda path: write_run(path, 0), "run.csv holds no step"),
+        (lambda path: path.write_text("step,loss\n1,2.0\n"), "run.csv has no column val_loss"),
+        (lambda path: path.write_bytes(bytes(range(256))), "run.csv cannot be read: 'utf-8' codec can't decode"),
+    ],
+)
+def test_a_file_that_is_no_run_is_named_in_one_line(
+    write: Callable[[Path], object], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "run.csv")
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "run.csv"), "--out", str(tmp_path / "loss.png")])
+    assert reason in capsys.readouterr().err and not (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.filterwarnings("error")
+def test_runs_of_one_rank_are_drawn_though_they_send_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path / "alone.csv", 10, sent=0)
+    main([str(tmp_path / "alone.csv"), "--out", str(tmp_path / "loss.png")])
+    assert (tmp_path / "loss.png").exists()
