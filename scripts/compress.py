@@ -161,7 +161,6 @@ def compress(args: argparse.Namespace) -> list[Row]:
     torch.set_num_threads(args.threads)
     setting, folder = SETTINGS[args.task], args.out.parent
     task = setting.task()
-    compression_in(args.config)  # what is wrong with it is said before anything is trained
     block = _block(args.config)
     folder.mkdir(parents=True, exist_ok=True)
     with progress.Progress() as bars:
@@ -247,6 +246,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--threads", type=int, default=1)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING)
+    try:
+        compression_in(args.config)
+    except (OSError, ValueError) as error:
+        parser.error(f"--config {args.config}: {getattr(error, 'strerror', None) or error}")
     show(compress(args))
 
 

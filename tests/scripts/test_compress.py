@@ -46,6 +46,21 @@ def test_a_cleaned_model_and_its_file_have_the_loss_that_was_trained(tmp_path: P
     assert dense.file_bytes > 100_000 and back.file_bytes < 10_000
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(None, "No such file or directory"), ("{", "not JSON"), ("{}", 'has no block "compression_training"')],
+)
+def test_a_configuration_that_cannot_be_read_ends_in_one_line(
+    text: str | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "ds.json"
+    if text is not None:
+        config.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        compress.main(["--config", str(config), "--out", str(tmp_path / "small.safetensors")])
+    assert f"error: --config {config}: " in (said := capsys.readouterr().err) and reason in said
+
+
 def test_a_student_may_have_fewer_layers() -> None:
     dense = ByteLM().build(0)
     student = compress.student_of(dense, {"layer_reduction": LAYERS})
