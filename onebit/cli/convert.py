@@ -33,7 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ABOUT = """\
 Writes weights from several kinds of checkpoints as one file, and the state of OnebitAdam as that of torch.optim.AdamW.
 
-  onebit convert runs/gpt model.safetensors --dtype bf16        a folder of onebit.zero's checkpoints
+  onebit convert checkpoints model.safetensors --dtype bf16     a folder of onebit.zero's checkpoints
   onebit convert global_step500 model.safetensors               DeepSpeed's, ZeRO stages 0 to 3; or the folder above it
   onebit convert model.pt model.safetensors                     a file of torch.save, and back
   onebit convert --adamw rank0.pt rank1.pt adamw.pt             optimizer states of all ranks, in rank order

@@ -22,6 +22,7 @@ from family import same
 from faults.hostile import Hostile, rewrite_zip, write_bomb, write_script, write_tar
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from train.checkpoint import CheckpointFolder
 
 from onebit import OnebitAdam, ZeroOneAdam, zero
 from onebit.checkpoint.files import CheckpointError, _crc32
@@ -75,6 +76,16 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert main(["convert", str(tmp_path), str(tmp_path / "model.safetensors")]) == 1
     assert file.name in capsys.readouterr().err and not (tmp_path / "model.safetensors").exists()
+
+
+def test_a_run_without_an_engine_is_told_which_file_to_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = CheckpointFolder(tmp_path / "runs" / "gpt", SimTransport(), torch.device("cpu"))
+    folder.save(7, {"model": weights()}, {"optimizer": 1})
+    target = tmp_path / "model.safetensors"
+    assert main(["convert", str(folder.folder), str(target)]) == 1
+    assert "holds files of torch.save (rank_00000.pt, shared.pt); name the one" in capsys.readouterr().err
+    assert main(["convert", str(folder.folder / "step_00000007" / "shared.pt"), str(target)]) == 0
+    assert same(load_file(target), weights())
 
 
 # ---------------------------------------------------------------- DeepSpeed

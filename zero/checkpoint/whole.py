@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ...checkpoint.files import STAMP, CheckpointError, check_files, open_regular, read_stamp, reason
 from ...comm import torch_versions
 from .files import knowing_that_it_is_alone
-from .storage import Reader, read_table
+from .storage import TABLE, Reader, read_table
 from .weights import read_weights
 
 WHOLE = "model.safetensors"
@@ -112,6 +112,12 @@ def _inside(folder: Path, name: str, what: str) -> Path:
 
 def _read_engine(folder: Path) -> dict[str, Tensor]:
     stamp = read_stamp(folder)
+    if TABLE not in stamp["files"]:
+        files = ", ".join(sorted(stamp["files"])[-4:])
+        raise CheckpointError(
+            f"{folder} is no checkpoint of an engine: it holds files of torch.save ({files}); name the one with the "
+            "weights, and `onebit convert` makes a .safetensors file of it"
+        )
     check_files(folder, stamp, stamp["files"])
     try:
         table = read_table(folder, stamp["files"])
