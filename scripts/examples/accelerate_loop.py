@@ -8,6 +8,8 @@
 -optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 +optimizer = onebit.OnebitAdam(model.parameters(), lr=3e-3)
 ```
+
+    torchrun --nproc-per-node 2 scripts/examples/accelerate_loop.py --steps 300
 """
 
 import time

@@ -42,15 +42,8 @@ def bert(folder: Path, config: Path, *args: object) -> list[float]:
 
 @pytest.mark.thorough
 def test_a_bert_goes_on_where_it_was_killed_and_learns_as_with_adamw(tmp_path: Path) -> None:
-    config = {
-        "_comment": "as files for pre-training are",
-        "train_batch_size": 32,
-        "train_micro_batch_size_per_gpu": 8,
-        "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.004, "freeze_step": 16, "bias_correction": False}},
-        "gradient_clipping": 1.0,
-        "onebit": {"compression": "always"},
-    }
-    (tmp_path / "onebit.json").write_text(json.dumps(config))
+    (tmp_path / "onebit.json").write_bytes((EXAMPLES / "deepspeed" / "bert.json").read_bytes())
+    config = json.loads((EXAMPLES / "deepspeed" / "bert.json").read_text())
     config["optimizer"] = {"type": "Adam", "params": {"lr": 0.004}}
     (tmp_path / "adam.json").write_text(json.dumps(config))
     whole = bert(tmp_path / "whole", tmp_path / "onebit.json", "--epochs", 6)

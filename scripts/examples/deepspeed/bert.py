@@ -1,6 +1,7 @@
 """Pre-training of a small BERT as scripts for DeepSpeed do it; what was changed is the import.
 
-    torchrun --nproc-per-node 2 scripts/examples/deepspeed/bert.py --deepspeed --deepspeed_config bert.json --folder out
+    cd scripts/examples/deepspeed
+    torchrun --nproc-per-node 2 bert.py --deepspeed --deepspeed_config bert.json --folder out
 
 The configuration is a file that --deepspeed_config names. The script has its own loader and its own learning rates,
 groups parameters by weight decay, and masks positions that no sequence reaches, whose momentum would take signs of
