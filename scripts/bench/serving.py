@@ -1,12 +1,12 @@
-"""Requests of unlike lengths: one at a time, in batches that end together, and in a running batch; and the time to the
-first token if a running batch has computed the beginning of the prompt before.
+"""Requests of unlike lengths: one at a time, in batches that end together, and in a running batch; first tokens.
 
     python scripts/bench.py serving --record runs/serving.md
 
 Every side answers the same requests: prompts and answers of random lengths, greedy, without end tokens. Batches take
 the requests as they come, and last until their longest answer; only the tokens that were asked count. All sides take
 turns; medians are compared. Reading a prompt is part of the time. A running batch is a new one each time, because it
-would not read the same prompts again.
+would not read the same prompts again. The time to the first token is measured if a running batch has computed the
+beginning of the prompt before, and if not.
 """
 
 from __future__ import annotations
