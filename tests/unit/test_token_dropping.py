@@ -276,6 +276,18 @@ def given_to(kept: int = 5, **named: object) -> tuple[dict[str, object], Tensor]
     return layer.given, (inputs()[:, None] == x[:, :, None]).all(-1).float().argmax(-1)
 
 
+@pytest.mark.parametrize("hides", [-torch.inf, torch.finfo(torch.float32).min, -1e9, -1e4, False])
+@pytest.mark.parametrize("shape", [(B, S), (B, 1, S), (B, S, S), (B, 1, 1, S), (B, 1, S, S)], ids=str)
+def test_real_tokens_are_kept_before_padding_with_every_form_of_a_mask(hides: float, shape: tuple[int, ...]) -> None:
+    is_token = torch.arange(S) < torch.tensor([S, 6, 5])[:, None]
+    mask = is_token.view(B, *[1] * (len(shape) - 2), S).expand(shape)
+    if hides is not False:
+        mask = torch.where(mask, 0.0, hides)
+    _, positions = given_to(attention_mask=mask)
+    for b, real in enumerate((S, 6, 5)):
+        assert (positions[b] < real).all()
+
+
 def test_what_runs_along_the_sequence_is_gathered_with_it() -> None:
     full = torch.randn(B, 2, S, S)
     full[:, :, :, 6:] = -torch.inf

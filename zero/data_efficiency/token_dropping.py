@@ -35,6 +35,8 @@ _CURRENT: ContextVar[Tensor | None] = ContextVar("positions", default=None)
 _POSITIONAL = ("position", "rotary", "rope", "freqs", "cos", "sin", "angles", "token_type", "segment")
 # Arguments that belong to another sequence (an encoder's or a cache's) are passed on unchanged.
 _FOREIGN = ("encoder_", "cross_", "memory", "past", "cache", "layer_past")
+# In an additive mask. Models write -inf, the dtype's least number, -1e9 or -1e4; exp(-1000) is 0 in float64.
+_HIDDEN = -1000.0
 
 
 def current_positions() -> Tensor | None:
@@ -225,8 +227,8 @@ class TokenDropping:
             hides = _hides(name, value)
             if value.dim() == 2 and value.shape[0] == batch and not _is_square(name, value, batch):
                 return hides.float()
-            if value.dim() == 4 and value.shape[0] == batch:
-                return hides.all(dim=2).all(dim=1).float()
+            if value.dim() in (3, 4) and value.shape[0] == batch:
+                return hides.flatten(1, -2).all(dim=1).float()
         return None
 
     def _gathered(self, layer_name: str, name: str, value: object, call: LayerCall, layer: nn.Module) -> object:
@@ -536,11 +538,11 @@ def _is_square(name: str, mask: Tensor, batch: int) -> bool:
 def _hides(name: str, mask: Tensor) -> Tensor:
     """True for every token that the mask hides.
 
-    Additive masks hide with a very negative value, float masks of 0 and 1 and bool or integer masks with 0, and torch's
-    key padding masks with True.
+    Additive masks hide with -1000 or less, float masks of 0 and 1 and bool or integer masks with 0, and torch's key
+    padding masks with True.
     """
     if mask.dtype.is_floating_point:
-        return mask <= torch.finfo(mask.dtype).min / 2 if mask.dim() > 2 or bool((mask < 0).any()) else mask == 0
+        return mask <= _HIDDEN if mask.dim() > 2 or bool((mask < 0).any()) else mask == 0
     return mask.bool() if "key_padding" in name else ~mask.bool()
 
 
