@@ -290,6 +290,24 @@ def test_what_goes_in_has_as_many_values_as_its_bits_allow() -> None:
     assert any(len(token.unique()) > 8 for token in seen[0].flatten(0, 1))
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 5, 1), (2, 3, 4, 6), (3, 4, 6)], ids=str)
+def test_a_convolution_has_a_dynamic_range_for_each_image(shape: tuple[int, ...], tmp_path: Path) -> None:
+    dynamic = config(activation_quantization=technique(["0"], {"bits": 4}, range_calibration="dynamic"))
+    model = init_compression(nn.Sequential(nn.Conv2d(3, 2, 1)), dynamic)
+    CompressionScheduler(model, says=False).step()
+    redundancy_clean(model)
+    export_compressed(model, tmp_path / "small.safetensors")
+    again = import_compressed(nn.Sequential(nn.Conv2d(3, 2, 1)), tmp_path / "small.safetensors")
+    x, seen = torch.randn(shape, generator=torch.Generator().manual_seed(0)), list[Tensor]()
+    for each in (model, again):
+        each[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        each(x)
+    scale = x.double().abs().amax((-3, -2, -1), keepdim=True) / 7
+    expected = ((x / scale).round() * scale).float()
+    for quantized in seen:
+        torch.testing.assert_close(quantized, expected)
+
+
 # ---------------------------------------------------------------- files
 
 

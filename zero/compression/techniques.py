@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from .matrices import Form
+from .matrices import Form, is_convolution
 from .quantizers import Code, Scales, quantize, quantize_range, straight_through
 from .schedule import BitSchedule, DensitySchedule
 
@@ -224,9 +224,13 @@ class RelatedInputs(nn.Module):
 class ActivationQuantization(nn.Module):
     """Quantizes the inputs of a module; the gradient passes through. offset: None: on from the start, permanently.
 
-    dynamic: a range for each token, over the last dimension. static: one running range of the training so far, in the
-    buffers low and high, which `sync_buffers` averages over ranks. Inputs that pruning has dropped, here or in the
-    module before, do not count in a range, because cleaning removes them.
+    dynamic: a range for each token, over the last dimension; before a convolution for each image, over its channels and
+    places. static: one running range of the training so far, in the buffers low and high, which `sync_buffers` averages
+    over ranks. Inputs that pruning has dropped, here or in the module before, do not count in a range, because cleaning
+    removes them.
+
+    Attributes:
+        dims: The dimensions that share a dynamic range; `quantize_inputs` sets them.
     """
 
     averaged_buffers = ("low", "high")
@@ -241,6 +245,7 @@ class ActivationQuantization(nn.Module):
             self.register_buffer("low", torch.full((), torch.inf, device=device, dtype=torch.float32))
             self.register_buffer("high", torch.full((), -torch.inf, device=device, dtype=torch.float32))
         self.is_on = offset is None
+        self.dims: tuple[int, ...] = (-1,)
         self._dropping: tuple[tuple[Pruning, int], ...] = ()  # not registered
         self.reach(0)
 
@@ -271,7 +276,7 @@ class ActivationQuantization(nn.Module):
             if not self.is_on:
                 return x
             if not self.is_static:
-                low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+                low, high = x.amin(self.dims, keepdim=True), x.amax(self.dims, keepdim=True)
             elif torch.isfinite(self.low):
                 low, high = self.low, self.high
             else:
@@ -299,6 +304,8 @@ ACTIVATIONS = "activation_quantization"  # the submodule's name
 
 def quantize_inputs(module: nn.Module, quantization: ActivationQuantization) -> None:
     """Pass a module's inputs through this quantization, which becomes its submodule."""
+    if is_convolution(module):
+        quantization.dims = tuple(range(1 - len(Form.of(module).shape), 0))
     setattr(module, ACTIVATIONS, quantization)
     module.register_forward_pre_hook(take_quantized, with_kwargs=True)
 
