@@ -14,6 +14,7 @@ from compression_cases import GPT_TECHNIQUES, ConvNet, config, gpt, gpt_loss, te
 from errors import refused
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 from train.model import ModelSize, build_model
 
 from onebit import zero
@@ -279,6 +280,28 @@ def test_a_static_range_is_that_of_training() -> None:
     low = model.blocks[0].mlp_in.activation_quantization.low.clone()
     said(model.eval())
     assert torch.isfinite(low) and torch.equal(low, model.blocks[0].mlp_in.activation_quantization.low)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_static_range_counts_a_batch_once_if_activations_are_computed_again(reentrant: bool) -> None:
+    static = config(activation_quantization=technique(["2"], {"bits": 4}, range_calibration="static"))
+
+    def trained(recompute: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = init_compression(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)), static)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        CompressionScheduler(model, says=False).attach(optimizer)
+        for k in range(1, 5):
+            x = (k * torch.randn(8, 6, generator=torch.Generator().manual_seed(k))).requires_grad_()
+            y = checkpoint(model, x, use_reentrant=reentrant) if recompute else model(x)
+            assert isinstance(y, Tensor)
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    plain, again = trained(False).state_dict(), trained(True).state_dict()
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
 def test_what_goes_in_has_as_many_values_as_its_bits_allow() -> None:

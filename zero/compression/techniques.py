@@ -271,7 +271,7 @@ class ActivationQuantization(nn.Module):
             return x
         x = self._kept(x)
         with torch.no_grad():
-            if self.is_static and self.training and x.numel() > 0:
+            if self.is_static and self.training and x.numel() > 0 and not _is_computed_again():
                 self._observe(x)
             if not self.is_on:
                 return x
@@ -297,6 +297,11 @@ class ActivationQuantization(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.bits} bits, {'static' if self.is_static else 'dynamic'}"
+
+
+def _is_computed_again() -> bool:
+    """Whether this pass is part of a backward one, as of checkpointed activations: the first one has counted."""
+    return torch._C._current_graph_task_id() != -1
 
 
 ACTIVATIONS = "activation_quantization"  # the submodule's name
