@@ -304,6 +304,18 @@ def test_a_static_range_counts_a_batch_once_if_activations_are_computed_again(re
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
+@pytest.mark.parametrize("pixels", [4, 6])
+def test_channels_that_pruning_drops_are_those_of_a_single_image_too(pixels: int) -> None:
+    both = config(
+        channel_pruning=technique(["^0$"], {"dense_ratio": 0.5}, [["^1$"]]),
+        activation_quantization=technique(["^1$"], {"bits": 16}),
+    )
+    torch.manual_seed(0)
+    model = init_compression(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)), both)
+    images = torch.randn(2, 3, pixels, pixels)
+    torch.testing.assert_close(model(images[0]), model(images)[0])
+
+
 def test_what_goes_in_has_as_many_values_as_its_bits_allow() -> None:
     model = init_compression(gpt(), config(activation_quantization=technique(["mlp_in"], {"bits": 4})))
     seen: list[Tensor] = []

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from ...model_parallel import gathered
 from .config import Compression
-from .matrices import Form, is_compressible, is_convolution
+from .matrices import Form, is_compressible
 from .plan import Plan, Pruned
 from .techniques import (
     ACTIVATIONS,
@@ -118,7 +118,7 @@ def arm(model: nn.Module, compression: Compression, plan: Plan) -> Armed:
         quantization = ActivationQuantization(
             each.bits, each.kind, is_static=each.is_static, offset=each.offset, device=device
         )
-        quantization.without(tuple(_dropping(armed, each.name, 1 if is_convolution(module) else -1)))
+        quantization.without(tuple(_dropping(armed, each.name)))
         quantize_inputs(module, quantization)
     model.register_buffer(STEP, torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device))
     model.__dict__[ARMED] = armed
@@ -151,11 +151,11 @@ def _stacks(armed: Armed) -> dict[str, list[nn.Module]]:
     return stacks
 
 
-def _dropping(armed: Armed, name: str, dim: int) -> Iterator[tuple[Pruning, int]]:
-    """The prunings that drop inputs of this module, with the dimension."""
+def _dropping(armed: Armed, name: str) -> Iterator[Pruning]:
+    """The prunings that drop inputs of this module."""
     for one, pruning in armed.pruning:
         if (one.unit == "head" and one.name == name) or name in one.readers:
-            yield pruning, dim
+            yield pruning
 
 
 def disarm(armed: Armed) -> None:

@@ -230,7 +230,7 @@ class ActivationQuantization(nn.Module):
     removes them.
 
     Attributes:
-        dims: The dimensions that share a dynamic range; `quantize_inputs` sets them.
+        dims: The dimensions that share a dynamic range, that of the inputs first; `quantize_inputs` sets them.
     """
 
     averaged_buffers = ("low", "high")
@@ -246,24 +246,25 @@ class ActivationQuantization(nn.Module):
             self.register_buffer("high", torch.full((), -torch.inf, device=device, dtype=torch.float32))
         self.is_on = offset is None
         self.dims: tuple[int, ...] = (-1,)
-        self._dropping: tuple[tuple[Pruning, int], ...] = ()  # not registered
+        self._dropping: tuple[Pruning, ...] = ()  # not registered
         self.reach(0)
 
     def reach(self, step: int) -> None:
         """This many steps are done."""
         self.is_on = self.offset is None or step >= self.offset
 
-    def without(self, dropping: tuple[tuple[Pruning, int], ...]) -> None:
-        """Set the prunings that drop inputs, with the dimension."""
+    def without(self, dropping: tuple[Pruning, ...]) -> None:
+        """Set the prunings that drop inputs."""
         self._dropping = dropping
 
     def _kept(self, x: Tensor) -> Tensor:
-        for pruning, dim in self._dropping:
+        dim = self.dims[0]  # of the inputs: in a convolution that of its channels
+        for pruning in self._dropping:
             # Heads are chosen by this module's own weight, rows by that of a module that has run before.
             kept = pruning.keep() if pruning.units.kind == "head" else pruning.kept
             if kept is not None:
                 mask = kept.to(x.dtype).repeat_interleave(x.shape[dim] // len(kept))
-                x = x * (mask if dim == -1 else mask.view(-1, *[1] * (x.dim() - 2)))
+                x = x * mask.view(-1, *[1] * (len(self.dims) - 1))
         return x
 
     def forward(self, x: Tensor) -> Tensor:
