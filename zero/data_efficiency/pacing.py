@@ -1,6 +1,7 @@
 """Pacing: how difficult samples may be, or how many tokens a layer keeps, at step t. Pure functions of t.
 
-    d(t) = floor((t/T)^(1/degree) · (last - first) + first), rounded down to a multiple, and clamped to [first, last]
+    d(t) = floor((t/T)^(1/degree) · (last - first) + first), rounded down to a multiple, and clamped to [first, last];
+    d(t) = last from t = T on, also if it is no multiple
 
 t counts steps from 1. Source: DeepSpeed's data-efficiency tutorial; arXiv 2212.03597, section 3.1, and 2211.11586.
 """
