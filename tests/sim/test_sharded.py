@@ -444,3 +444,23 @@ def test_edits_of_parameters_behind_torchs_back_are_noticed(caplog: pytest.LogCa
     params[0].data.clamp_(-0.01, 0.01)
     take_steps(params, optimizer, range(2, 3))
     assert "adopt_parameters" in caplog.text
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 2])
+def test_the_norm_includes_a_layer_that_had_no_gradient_in_the_step_before(warmup_steps: int) -> None:
+    """Equal gradients on all ranks: the estimate, which then takes their product with the last mean, is their norm."""
+    sizes = (300, 300)
+
+    def work(transport: SimTransport) -> list[tuple[float | None, float]]:
+        params, optimizer = new(transport, sizes=sizes, warmup_steps=warmup_steps, max_grad_norm=1e6)
+        norms = []
+        for step in range(9):
+            params[0].grad = torch.ones(sizes[0])
+            params[1].grad = torch.ones(sizes[1]) if step % 2 == 0 or step < 3 else None
+            expected = sum(p.numel() for p in params if p.grad is not None) ** 0.5
+            optimizer.step()
+            norms.append((optimizer.stats.grad_norm, expected))
+        return norms
+
+    for norms in run_ranks(4, work):
+        assert [norm for norm, _ in norms[1:]] == pytest.approx([norm for _, norm in norms[1:]], rel=0.01)

@@ -138,7 +138,8 @@ class ShardedOnebitAdam(ShardedOnebitOptimizer):
 
     1. vote: {is g_i finite?, ‖g_i‖², <g_i, m̂_prev> on the own chunks}. If any g_i is not finite, all ranks skip and no
        state changes. A g_i of more than four times the usual norm is scaled down to that (`bounds.py`).
-       With max_grad_norm, g_i *= min(1, max_grad_norm/N), N² = mean‖g_i‖²/W + (1 - 1/W)·max(0, Σ <g_i, m̂_prev>).
+       With max_grad_norm, g_i *= min(1, max_grad_norm/N), N² = mean‖g_i‖²/W + (1 - 1/W)·max(0, Σ <g_i, m̂_prev>/κ),
+       κ the moving average of these factors, with β1 of the first group.
     2. up, rank i:     c_i += (1-β1)·(g_i - q_i_prev);  q_i = s·sgn(c_i), s = mean|c_i| per block; to the chunks' owners
     3. owner of j:     m̂ = mean_i q_i/(1-β1^k), s̄ = mean_i s_i/(1-β1^k);  v = β2·v + (1-β2)·g·(g/W + (1-1/W)·m̂)
                        D = √max(v̂, variance_floor·blockmean(v̂), (s̄/update_limit)²) + eps
@@ -159,10 +160,11 @@ class ShardedOnebitAdam(ShardedOnebitOptimizer):
     1e-3). In bfloat16 an element whose master is between two values may change from one to the other. If lr is 0 from
     the first step on, nothing moves.
 
-    State on each rank, bytes per parameter: c 2 (float32: 4), master and variance 8/W; with max_grad_norm 0.13 more; in
-    the warm-up 4/W more. Sends per rank (W-1)/W·(1 + 16/block + 4 + 16/block) bits per parameter and step ("sign": 1
-    instead of 4; in the warm-up 8, or the warmup_codec's, instead of the first 1), each parameter padded to whole
-    blocks, and a vote of 74 bytes and a bit per parameter tensor to each peer (at stage 2 one for every bucket).
+    State on each rank, bytes per parameter: c 2 (float32: 4), master and variance 8/W; with max_grad_norm 0.13 more, or
+    4/W after a step without some parameter's gradient; in the warm-up 4/W more. Sends per rank
+    (W-1)/W·(1 + 16/block + 4 + 16/block) bits per parameter and step ("sign": 1 instead of 4; in the warm-up 8, or the
+    warmup_codec's, instead of the first 1), each parameter padded to whole blocks, and a vote of 74 bytes and a bit per
+    parameter tensor to each peer (at stage 2 one for every bucket).
 
     Accurate for data that is shuffled across ranks, which `stats.health` checks and warns about; for other data use
     `OnebitAdam`.

@@ -74,7 +74,8 @@ class ShardedBucket:
         steps: For each parameter the number of steps in which any rank had a gradient for it, 0-dimensional.
         is_warm: Still in warm-up; before the first step, whether warm-up is enabled. Default False.
         received: All ranks' last frames of this rank's chunk, uint8; only kept for clipping. Default None.
-        mean: Their mean, float32 [N]; in the warm-up, and after frames were loaded from a checkpoint. Default None.
+        mean: Their mean, float32 [N]; in the warm-up, after a step in which a parameter had no gradient on any rank,
+            and after frames were loaded from a checkpoint. Default None.
         grad_stats: Sums of the last step for `health.GradStats`, 0-dimensional float32. Default None.
         ready: Stage 2: parameters that have a gradient from this backward pass. Default: none.
         gate: 0-dimensional bool, in a step with late votes: False on all ranks if they skip it. Default None.
@@ -278,13 +279,22 @@ class ShardedBucket:
 
     def mean_momentum(self, codec: SignCodec, beta1: float) -> Tensor | None:
         """Return m̂ of this rank's chunk in the last step, float32 [N]; None without `received` and `mean`."""
-        if self.received is None:
-            mean = None if self.mean is None else self.mean.clone()
-        else:
-            mean = torch.empty(self.layout.chunk, device=self.device, dtype=torch.float32)
-            codec.decode_mean(self.received, mean)
-        if mean is not None:
-            mean.view(-1, self.layout.block).mul_(self.correction(beta1))
+        if self.received is None and self.mean is None:
+            return None
+        mean = self.last_mean(codec)
+        mean.view(-1, self.layout.block).mul_(self.correction(beta1))
+        return mean
+
+    def last_mean(self, codec: SignCodec) -> Tensor:
+        """Return a copy of the ranks' last mean momentum of this rank's chunk, float32 [N]; zeros before the first."""
+        if self.received is not None:
+            return self.mean_of(self.received, codec)
+        return torch.zeros_like(self.owned) if self.mean is None else self.mean.clone()
+
+    def mean_of(self, frames_WB: Tensor, codec: SignCodec) -> Tensor:
+        """Decode the mean of all ranks' frames of this rank's chunk, float32 [N]."""
+        mean = torch.empty(self.layout.chunk, device=self.device, dtype=torch.float32)
+        codec.decode_mean(frames_WB, mean)
         return mean
 
     def products(self, grads: Sequence[Tensor | None], codec: SignCodec, beta1: float) -> list[Tensor]:

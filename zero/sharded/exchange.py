@@ -141,10 +141,12 @@ class OwnBlocks(NamedTuple):
     Attributes:
         seen_J: Whether any rank has a gradient for them, bool [J]; None: for all of them.
         counts_J: Their real elements, int32 [J]; 0 for blocks that are not seen.
+        are_all_seen: Whether each parameter of the bucket has a gradient on any rank, as the host knows.
     """
 
     seen_J: Tensor | None
     counts_J: Tensor
+    are_all_seen: bool
 
 
 class Heard(NamedTuple):
@@ -260,7 +262,8 @@ class Sharded:
         else:
             received_WB = early_WB
 
-        blocks = OwnBlocks(None if seen_WJ is None else seen_WJ[transport.rank], counts_WJ[transport.rank])
+        seen_J = None if seen_WJ is None else seen_WJ[transport.rank]
+        blocks = OwnBlocks(seen_J, counts_WJ[transport.rank], all(seen))
         if not bucket.is_warm:
             return Received(g, received_WB, blocks, None)
         q, mean = self._means(bucket, codec, received_WB)
@@ -291,14 +294,18 @@ class Sharded:
     def keep_mean(self, bucket: ShardedBucket, arrived: Received) -> None:
         """Keep the inputs of the next step: in the warm-up the mean, later the frames if gradients are clipped.
 
-        In the warm-up a block that was not seen keeps its last mean.
+        A block that was not seen keeps its last mean. Frames cannot hold it, so the mean is then kept in their place.
         """
-        heard = arrived.heard
-        bucket.received = arrived.frames_WB if self.config.keeps_frames and heard is None else None
-        if heard is not None and bucket.mean is not None:
-            arithmetic.keep_unseen_(bucket.mean, heard.mean, arrived.blocks.seen_J, self.config.codec.block)
-        else:
-            bucket.mean = None if heard is None else heard.mean
+        heard, blocks, codec = arrived.heard, arrived.blocks, self.config.codec
+        if heard is None and (blocks.are_all_seen or not self.config.keeps_frames):
+            bucket.received, bucket.mean = arrived.frames_WB if self.config.keeps_frames else None, None
+            return
+        mean = bucket.mean_of(arrived.frames_WB, codec) if heard is None else heard.mean
+        if blocks.seen_J is not None:
+            last = bucket.last_mean(codec)
+            arithmetic.keep_unseen_(last, mean, blocks.seen_J, codec.block)
+            mean = last
+        bucket.received, bucket.mean = None, mean
 
     def total(self, mine: Tensor) -> Generator[Work, None, Tensor]:
         """Return the sum of a tensor over ranks, in rank order: equal bits on all. Sends (W-1)·nbytes per rank."""

@@ -98,10 +98,7 @@ def bucket_records(buckets: Sequence[ShardedBucket], codec: SignCodec) -> list[S
     """Return the chunks that this rank owns, by bucket; also the mean of the last frames, if a step needs it."""
     records = []
     for bucket in buckets:
-        mean = bucket.mean
-        if bucket.received is not None:
-            mean = torch.empty(bucket.layout.chunk, device=bucket.device, dtype=torch.float32)
-            codec.decode_mean(bucket.received, mean)
+        mean = bucket.mean if bucket.received is None else bucket.last_mean(codec)
         chunks = {"variance": bucket.variance, "owned": bucket.owned, "mean": mean}
         records.append({"numel": bucket.layout.numel, "is_warm": bucket.is_warm, **chunks})
     return records
