@@ -10,7 +10,7 @@ import torch
 from sharded_ranks import OPTIONS, SIZES, assert_state_is, gradient, initial, new, owners, state_of, take_steps, values
 from torch import Tensor
 
-from onebit.comm import SimTransport, run_ranks
+from onebit.comm import Codec, Log4Codec, SimTransport, run_ranks
 from onebit.reference.sharded import ShardedZeroOneAdam as ShardedZeroOneOracle
 from onebit.zero import ShardedOnebitAdam, ShardedZeroOneAdam
 
@@ -187,3 +187,67 @@ def test_what_a_parameter_got_in_a_skipped_step_is_sent_though_it_has_no_gradien
         return [int(optimizer.state[p]["step"]) for p in params]
 
     assert run_ranks(2, work) == [[0, 2, 3, 3]] * 2
+
+
+@pytest.mark.parametrize("gone_after", [0, 2])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_bucket_without_gradients_does_not_hold_the_warm_up(stage: int, gone_after: int) -> None:
+    """Of layers that are never used, or frozen in the warm-up, the count of steps stands still."""
+
+    def work(transport: SimTransport) -> list[str]:
+        options = {"local_step_scaler": 1, "local_step_clipper": 4, "warmup_steps": 4, "stage": stage}
+        params, optimizer = new(transport, kind=ShardedZeroOneAdam, bucket_cap_mb=CAP, **options)
+        assert len(optimizer.buckets) > 1
+        gone, phases = set(optimizer.buckets[0].params), []
+        for step in range(11):
+            for p, g in zip(params, gradient(step, transport.rank), strict=True):
+                p.grad = None if p in gone and step >= gone_after else g
+            optimizer.step()
+            phases.append(optimizer.stats.phase)
+        return phases
+
+    for phases in run_ranks(2, work):
+        assert phases == ["warmup"] * 4 + ["local"] * 3 + ["compressed"] + ["local"] * 3
+
+
+@pytest.mark.parametrize("warmup_codec", [None, Log4Codec()])
+def test_a_bucket_that_gets_its_first_gradients_in_skipped_steps_warms_up_by_all_of_them(
+    warmup_codec: Codec | None,
+) -> None:
+    """Of a cycle of four steps it lacks the first one. Gradients are the same number in all elements."""
+    lr, gradient, beta1, beta2 = 1e-2, 2.0, 0.9, 0.99
+
+    def work(transport: SimTransport) -> tuple[list[str], list[float]]:
+        params = [torch.nn.Parameter(torch.zeros(256)) for _ in range(2)]
+        optimizer = ShardedZeroOneAdam(
+            params,
+            lr=lr,
+            betas=(beta1, beta2),
+            weight_decay=0.0,
+            transport=transport,
+            bucket_cap_mb=256 * 4 / 2**20,
+            warmup_steps=2,
+            warmup_codec=warmup_codec,
+            local_step_scaler=1,
+            local_step_clipper=4,
+            momentum_dtype=torch.float32,
+        )
+        late, phases, moved = optimizer.buckets[0].params[0], [], []
+        assert len(optimizer.buckets) == 2
+        for step in range(9):
+            for p in params:
+                p.grad = None if p is late and step < 3 else torch.full((256,), gradient)
+            optimizer.step()
+            phases.append(optimizer.stats.phase)
+            moved.append(late.mean().item())
+        return phases, moved
+
+    means, m, v, x, expected = (0.75 * gradient, gradient), 0.0, 0.0, 0.0, []
+    for k, (mean, steps) in enumerate(zip(means, (4, 1), strict=True), start=1):
+        m, v = beta1 * m + (1 - beta1) * mean, beta2 * v + (1 - beta2) * mean**2
+        x -= steps * lr * m / (1 - beta1**k) / (v / (1 - beta2**k)) ** 0.5
+        expected.append(x)
+    for phases, moved in run_ranks(2, work):
+        assert phases == ["warmup"] * 2 + ["local"] * 3 + ["warmup"] * 2 + ["local"] * 2
+        assert moved[:5] == [0.0] * 5
+        assert moved[5:7] == pytest.approx(expected, rel=0.01)

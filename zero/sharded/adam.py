@@ -34,7 +34,8 @@ class ShardedAdamRule(ShardedRule):
     def take(
         self, bucket: ShardedBucket, decision: Decision, scale: float, early_WB: Tensor | None
     ) -> Generator[Work | Meeting, Answer, None]:
-        if any(decision.of(bucket)):  # 1
+        bucket.is_idle = not any(decision.of(bucket))
+        if not bucket.is_idle:  # 1
             yield from self.exchange(bucket, decision, scale, early_WB)
 
     def exchange(

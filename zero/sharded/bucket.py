@@ -73,6 +73,7 @@ class ShardedBucket:
         owned: Master weights, float32 [N]; at stage 0 the residual of the updates that were sent.
         steps: For each parameter the number of steps in which any rank had a gradient for it, 0-dimensional.
         is_warm: Still in warm-up; before the first step, whether warm-up is enabled. Default False.
+        is_idle: No rank had a gradient for any of its parameters in the last step that sent anything. Default False.
         received: All ranks' last frames of this rank's chunk, uint8; only kept for clipping. Default None.
         mean: Their mean, float32 [N]; in the warm-up, after a step in which a parameter had no gradient on any rank,
             and after frames were loaded from a checkpoint. Default None.
@@ -97,6 +98,7 @@ class ShardedBucket:
     owned: Tensor
     steps: list[Tensor]
     is_warm: bool = False
+    is_idle: bool = False
     received: Tensor | None = None
     mean: Tensor | None = None
     grad_stats: Sequence[Tensor] | None = None

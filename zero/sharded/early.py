@@ -19,7 +19,7 @@ class EarlyFrames(Overlap):
 
     def look_ahead(self) -> None:
         """Note whether the next step is one of a warm-up: its frames would have to be held for all buckets at once."""
-        self._warms_up = any(self._rule.placement.config.warms_up(bucket, ahead=1) for bucket in self._buckets)
+        self._warms_up = any(self._rule.placement.config.holds_warmup(bucket) for bucket in self._buckets)
 
     @property
     def has_room(self) -> bool:

@@ -80,6 +80,13 @@ class ShardedConfig:
                 "nothing (no element moves more than update_limit·lr in a step)"
             )
 
+    def holds_warmup(self, bucket: ShardedBucket) -> bool:
+        """Whether this bucket makes the next step one of the warm-up, as far as the last step tells.
+
+        One without gradients, such as a frozen layer's, does not: its count stands still.
+        """
+        return not bucket.is_idle and self.warms_up(bucket, ahead=1)
+
     def warms_up(self, bucket: ShardedBucket, ahead: int = 0) -> bool:
         """Whether the step that this bucket has begun is in its warm-up.
 
@@ -238,8 +245,9 @@ class Sharded:
         for count, is_seen in zip(bucket.steps, seen, strict=True):
             count += is_seen
         bucket.is_warm = config.warms_up(bucket)
-        sends_gradients = bucket.is_warm and config.warmup_codec is not None
-        codec = self._codec_up(bucket)
+        # Gradients of skipped steps are in the momentum alone: if there may be any, it goes up.
+        sends_gradients = bucket.is_warm and config.warmup_codec is not None and numbers.share == 1.0
+        codec = self._codec_up(bucket, sends_gradients)
 
         sent_WB = torch.empty(W, codec.frame_bytes(N), dtype=torch.uint8, device=bucket.device)
         seen_WJ, q_own = bucket.blocks_of(seen), None
@@ -273,11 +281,12 @@ class Sharded:
             heard = Heard(q_own, torch.lerp(last, mean, 1.0 - numbers.betas[0]), mean)
         return Received(g, received_WB, blocks, heard)
 
-    def _codec_up(self, bucket: ShardedBucket) -> Codec:
+    def _codec_up(self, bucket: ShardedBucket, sends_gradients: bool) -> Codec:
         """Return the codec of the frames that go up in the step that this bucket has begun."""
-        if not bucket.is_warm:
-            return self.config.codec
-        return Int8Codec(self.config.codec.block) if self.config.warmup_codec is None else self.config.warmup_codec
+        if sends_gradients:
+            assert self.config.warmup_codec is not None
+            return self.config.warmup_codec
+        return Int8Codec(self.config.codec.block) if bucket.is_warm else self.config.codec
 
     @staticmethod
     def _means(bucket: ShardedBucket, codec: Codec, received_WB: Tensor) -> tuple[Tensor, Tensor]:

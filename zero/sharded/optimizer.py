@@ -71,7 +71,8 @@ class ShardedOptions(SharedOptions, total=False):
     block: share one scale among this many elements. Default 256.
     variance_floor, update_limit: bound D from below, see `ShardedOnebitAdam`. Default .01 and 5.
     warmup_steps: send eight bits up in this many steps at the beginning; one bit is then too coarse for a variance of
-    few steps, and some runs never recover from it (scripts/records/sharded_2026-11.md). 0: none. Default 64.
+    few steps, and some runs never recover from it (scripts/records/sharded_2026-11.md). They are counted by bucket: a
+    parameter with its first gradient later than others of its bucket has fewer of them, or none. 0: none. Default 64.
     warmup_codec: send gradients up in this format in these steps; `Log4Codec` halves their bytes. None (default):
     send momentum up, in eight bits with error feedback.
     overlap: send frames up during backward, at stages 0 and 1 after the warm-up and without max_grad_norm. They are

@@ -70,7 +70,7 @@ class ShardedRule(BucketRule[ShardedBucket]):
 
     def after_step(self) -> str:
         """Return the phase of the step just taken, for `ShardStats`."""
-        return "warmup" if any(bucket.is_warm for bucket in self.buckets) else "compressed"
+        return "warmup" if any(b.is_warm and not b.is_idle for b in self.buckets) else "compressed"
 
     def steps_taken(self) -> int:
         """Return the largest number of steps that any parameter has taken."""

@@ -100,7 +100,8 @@ def bucket_records(buckets: Sequence[ShardedBucket], codec: SignCodec) -> list[S
     for bucket in buckets:
         mean = bucket.mean if bucket.received is None else bucket.last_mean(codec)
         chunks = {"variance": bucket.variance, "owned": bucket.owned, "mean": mean}
-        records.append({"numel": bucket.layout.numel, "is_warm": bucket.is_warm, **chunks})
+        flags = {"is_warm": bucket.is_warm, "is_idle": bucket.is_idle}
+        records.append({"numel": bucket.layout.numel, **flags, **chunks})
     return records
 
 
@@ -160,6 +161,7 @@ def restore(bucket: ShardedBucket, saved: State, entries: Sequence[State]) -> No
     bucket.variance.copy_(saved["variance"])
     bucket.owned.copy_(saved["owned"])
     bucket.is_warm = saved.get("is_warm", False)  # states from before the warm-up existed lack it
+    bucket.is_idle = saved.get("is_idle", False)
     bucket.received = None
     bucket.mean = None if saved["mean"] is None else saved["mean"].to(bucket.device, torch.float32, copy=True)
     if bucket.masters.has_any:
@@ -235,6 +237,7 @@ def regather(states: Iterable[State], kind: str, buckets: Sequence[ShardedBucket
         {
             "numel": bucket.layout.numel,
             "is_warm": saved.get("is_warm", False),
+            "is_idle": saved.get("is_idle", False),
             **{name: _own_chunk(bucket, lists[name]) for name in _CHUNKS},
         }
         for bucket, lists, saved in zip(buckets, chunks, state["onebit"]["buckets"], strict=True)

@@ -111,11 +111,11 @@ class LateVote:
     gradients: OwnGradients
     stand_out: Tensor | None
     gate: Tensor = field(init=False)
-    _counted: Sequence[tuple[list[float], bool, Tensor | None, Tensor | None]] = field(init=False)
+    _counted: Sequence[tuple[list[float], bool, bool, Tensor | None, Tensor | None]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._counted = [
-            ([float(step) for step in bucket.steps], bucket.is_warm, bucket.received, bucket.mean)
+            ([float(step) for step in bucket.steps], bucket.is_warm, bucket.is_idle, bucket.received, bucket.mean)
             for bucket in self.buckets
         ]
         self.gate = self.ballot.gate() if self.stand_out is None else self.ballot.gate() & ~self.stand_out
@@ -124,10 +124,11 @@ class LateVote:
 
     def undo(self) -> None:
         """Restore the counts of buckets that take no step. Their tensors did not change, because of the gates."""
-        for bucket, (steps, is_warm, received, mean) in zip(self.buckets, self._counted, strict=True):
+        for bucket, (steps, is_warm, is_idle, received, mean) in zip(self.buckets, self._counted, strict=True):
             for step, before in zip(bucket.steps, steps, strict=True):
                 step.fill_(before)
-            bucket.is_warm, bucket.received, bucket.mean = is_warm, received, mean
+            bucket.is_warm, bucket.is_idle = is_warm, is_idle
+            bucket.received, bucket.mean = received, mean
 
     def take(self, messages: Sequence[bytes]) -> None:
         """Take the messages of the vote, unchecked, and remove the buckets' gates."""
