@@ -251,3 +251,21 @@ def test_a_bucket_that_gets_its_first_gradients_in_skipped_steps_warms_up_by_all
         assert phases == ["warmup"] * 2 + ["local"] * 3 + ["warmup"] * 2 + ["local"] * 2
         assert moved[:5] == [0.0] * 5
         assert moved[5:7] == pytest.approx(expected, rel=0.01)
+
+
+def test_a_parameter_that_is_frozen_in_a_cycle_does_not_move() -> None:
+    """Its gradients of the skipped steps wait until it is trained again."""
+
+    def work(transport: SimTransport) -> None:
+        options = {"local_step_scaler": 1, "local_step_clipper": 4, "local_step_start": -10, "warmup_steps": 0}
+        params, optimizer = new(transport, kind=ShardedZeroOneAdam, **options)
+        phases, frozen = [], params[0]
+        before = frozen.detach().clone()
+        for step in range(8):
+            frozen.requires_grad_(not 2 <= step < 4)
+            take_steps(params, optimizer, range(step, step + 1))
+            phases.append(optimizer.stats.phase)
+            assert torch.equal(frozen, before) == (step < 7)
+        assert phases == ["local", "local", "local", "compressed"] * 2
+
+    run_ranks(2, work)

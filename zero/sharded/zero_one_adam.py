@@ -94,7 +94,7 @@ class ShardedZeroOneRule(ShardedAdamRule):
 
     def present(self, params: Sequence[Tensor]) -> list[bool]:
         pairs = zip(params, super().present(params), strict=True)
-        return [is_present or p in self._waiting for p, is_present in pairs]
+        return [is_present or (p in self._waiting and p.requires_grad) for p, is_present in pairs]
 
     # ---------------------------------------------------------------- which step this is
 
