@@ -64,6 +64,10 @@ def size_of(dataset: object) -> int:
 class ShardedLoader:
     """Batches of this rank's share of a dataset, an epoch for every `iter()`. No communication.
 
+    A loop that was left early is continued by the next `iter()`: it gets the rest of the epoch. A last incomplete batch
+    has as many samples on every rank, and counts as much as any other in the mean over the micro-batches of a step,
+    which may be of two epochs.
+
     Epoch e is a permutation seeded by (seed, e); rank r takes elements r, r + world_size, ... of it. A remainder that
     does not divide evenly among the ranks is dropped. `state_dict` has the epoch and the number of elements that all
     ranks have read; an iteration after `load_state_dict` continues from there. The batches of all ranks together are

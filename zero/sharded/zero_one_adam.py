@@ -170,9 +170,9 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
     With H = 1 throughout, the default, it is `ShardedOnebitAdam` to the bit. If a gradient of a skipped step is not
     finite, only its rank leaves it out, and warns; in a synchronisation all ranks skip, and the next step synchronises
     instead. (At stage 2 this holds for the buckets in question; the gradients of their skipped steps go up with the
-    next synchronisation.) max_grad_norm clips skipped steps by each rank's own estimate of the global norm. No step is
-    skipped in the warm-up. Layers without a gradient on any rank in the last synchronisation do not count there: unused
-    and frozen ones do not hold it.
+    next synchronisation.) max_grad_norm clips skipped steps by each rank's own estimate of the global norm, and the
+    bound of step 1 is there four times the usual norm alone. No step is skipped in the warm-up. Layers without a
+    gradient on any rank in the last synchronisation do not count there: unused and frozen ones do not hold it.
 
     Measured (byte LM, 4 ranks, 600 steps, seed 0), loss:
 
@@ -192,7 +192,7 @@ class ShardedZeroOneAdam(ShardedOnebitOptimizer):
         eps: Added to D. Default 1e-8.
         weight_decay: Decoupled weight decay, as in torch.optim.AdamW. Default 1e-2.
         local_step_scaler: Steps until the interval between synchronisations doubles, counted from local_step_start; or
-            "auto" (default), which follows the learning rate. See `Synchronisations`.
+            "auto" (default), which follows the first group's learning rate. See `Synchronisations`.
         local_step_clipper: Longest interval between synchronisations, in steps, or "auto"; see `Synchronisations`.
             Default 1: every step synchronises.
         local_step_start: Steps before a numeric local_step_scaler begins to count. Default 0.
