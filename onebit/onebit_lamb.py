@@ -274,14 +274,17 @@ class OnebitLamb(CompressedOptimizer):
     - In warm-up, r_l = 1 and c_l is LAMB's `trust_ratio`(‖p‖, ‖m̂/D + wd·p‖); c̄_l is its moving average, without bias.
     - After it, ‖m̂/D‖ is known only with the noise of compression. If freeze_step is a number, as in the paper:
       c_l = c̄_l, and r_l follows the change that D would have made. With freeze_step "auto" D is refreshed: r_l = 1, and
-      each refresh sets c_l = c̄_l · ‖p‖/‖p at the end of warm-up‖, as parameters are known exactly.
+      each refresh sets c_l = c̄_l · ‖p‖/‖p in the last warm-up step‖, as parameters are known exactly. Both norms are
+      those before the step has moved p.
 
     r_l = 1/√f_l within [factor_min, factor_max], changing by at most factor_threshold of itself per step. f_l is the
     moving average (β2, from 1) of the mean square of ḡ/D over the layer. The paper takes ḡ from differences of decoded
     momenta, which contain ten times their noise, and the largest element; here it is estimated from the ranks' own
     gradients, as `step/clip.py` estimates a norm. The paper's r_l multiplies the weight decay as well.
 
-    A layer that had no momentum in any warm-up step takes ‖p‖/√numel for c̄_l, the ratio of an update of ones.
+    A layer that had no momentum in any warm-up step takes ‖p‖/√numel for c̄_l, the ratio of an update of ones, with its
+    ‖p‖ in the last warm-up step; 1 if that is zero. If layers of a hundredth of their group or more join later, "auto"
+    refreshes the group's D in each of the 100 steps that follow.
 
     State and traffic as `OnebitAdam`; another 8 bytes per layer travel to each peer in a dense step, 8·W if freeze_step
     is a number. Layer l is measured by rank l mod W only: the same bits even if machines differ. No host
@@ -299,7 +302,8 @@ class OnebitLamb(CompressedOptimizer):
         factor_max: Largest r_l. Default 4.
         factor_min: Smallest r_l. Default .5.
         factor_threshold: Largest relative change of r_l per step. Default .1.
-        freeze_step: Warm-up steps. "auto" (default): 100, and then refreshes as in `long_warmup`.
+        freeze_step: Warm-up steps. "auto" (default): 100 and the refresh that follows at once, so 101; then refreshes
+            as in `long_warmup`.
         warmup_codec: Format of gradients, as in `OnebitAdam`. Default None: `Int8Codec`.
         bias_correction: Whether m and v are corrected for their start from zero. Default True.
         variance_floor: Least variance, as in `OnebitAdam`. Default .01.
