@@ -433,9 +433,11 @@ class LocalSteps(Wrapped):
         """Wrap a loop over batches whose number may differ between ranks, as torch's Join. All ranks.
 
         A rank that has finished takes part in the others' rounds: in the first with its last difference, then with
-        none. The last round is when all have finished; after it all ranks have the same parameters.
+        none. The last round is when all have finished; after it all ranks have the same parameters. Over two levels the
+        ranks of one node need the same number of batches: they average gradients in every step.
 
         Raises:
+            PeerError: Ranks of one node have different numbers of batches; after the transport's timeout.
             RuntimeError: There are several fragments, or a delay, or it is inside another optimizer's.
         """
         self._is_finished = False
