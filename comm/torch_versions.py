@@ -121,8 +121,19 @@ def without_first_broadcast() -> Mapping[str, Any]:
 
 
 def forget_groups(mesh: DeviceMesh) -> None:
-    """Drop the references of a mesh to its process groups, which have ended. In early versions it has none."""
+    """Drop the references of a mesh to its process groups, which have ended. In early versions it has none.
+
+    DTensor caches what an operation returns with its mesh, and finds it for another mesh of the same layout, too, whose
+    groups are others: "Could not resolve the process group". Local.
+    """
+    from torch.distributed.tensor import DTensor, debug
+
     getattr(mesh, "_pg_registry", {}).clear()
+    forget = getattr(debug, "_clear_sharding_prop_cache", None)
+    if forget is None:  # in early versions
+        found: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+        forget = found.cache.cache_clear
+    forget()
 
 
 def distribute(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Any], *, source: int | None) -> Any:

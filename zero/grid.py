@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 # tensor: ranks that compute each of its layers together.
 AXES = ("pipe", "replica", "shard", "tensor")
 
+_left: list[DeviceMesh] = []
+"""Meshes of closed grids whose groups may be open. torch keeps meshes, and with them their groups' sockets."""
+
 
 @dataclass(frozen=True)
 class GridShape:
@@ -241,8 +244,11 @@ class Grid:
             self.world,
         ):
             transport.close()
-        if self.device_mesh is not None and not torch.distributed.is_initialized():
-            torch_versions.forget_groups(self.device_mesh)  # else their sockets stay open: torch keeps meshes
+        if self.device_mesh is not None:
+            _left.append(self.device_mesh)
+        if not torch.distributed.is_initialized():  # else another grid has its groups
+            while _left:
+                torch_versions.forget_groups(_left.pop())
 
 
 def start(

@@ -384,6 +384,12 @@ def test_closed_engines_leave_no_files_open() -> None:
 
 
 @pytest.mark.timeout(60)
+def test_engines_do_not_take_the_groups_of_closed_ones() -> None:
+    """torch's caches of DTensor have meshes, and take two of one layout for the same, whatever their groups."""
+    run_torchrun(2, transport_ranks.engines_after_others, timeout_s=50, as_python_ends=True).check()
+
+
+@pytest.mark.timeout(60)
 def test_closed_transports_leave_no_files_open() -> None:
     """Of a process group that the script has made, and keeps."""
     for opened in run_torchrun(2, transport_ranks.closed_parts_of_a_scripts_group, timeout_s=50).check().results:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -519,6 +520,27 @@ def engines_one_after_another() -> list[int]:
         opened.append(len(os.listdir("/proc/self/fd")))
     gc.enable()
     return opened
+
+
+def engines_after_others() -> None:
+    """A pair of engines computes after a pair in other layouts, when both of that are closed."""
+
+    def engine(stage: int) -> Any:
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.01}},
+        }
+        return onebit.zero.initialize(model=torch.nn.Linear(8, 8), config=config)[0]
+
+    for stages in ((1, 1), (0, 1)):
+        engines = [engine(stage) for stage in stages]
+        for each in engines:
+            each.backward(each(torch.randn(2, 8)).mean())
+            each.step()
+            each.module_state_dict()
+        for each in engines:
+            each.close()
 
 
 def error_beside_a_closed_transport(closes: bool) -> float:
