@@ -46,7 +46,10 @@ def call_within(timeout_s: float, call: Callable[[], T], port: int | None, conne
         raise TimeoutError(f"no answer for {timeout_s:g} s") from None
     if has_returned:
         return cast(T, end)
-    raise cast(BaseException, end)
+    try:
+        raise cast(BaseException, end)
+    finally:
+        del end  # this frame is in its traceback: a cycle, which would keep all that the callers hold
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -11,8 +12,10 @@ import socket
 import threading
 import time
 import unittest.mock
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import pytest
@@ -22,6 +25,7 @@ from onebit.comm import PeerError, torch_versions
 from onebit.comm.transports import rendezvous
 from onebit.comm.transports.arrivals import Arrival, comes
 from onebit.comm.transports.edge import STORE_S
+from onebit.comm.transports.hanging import call_within
 from onebit.comm.transports.rendezvous import Rendezvous
 from onebit.comm.transports.torch_distributed import TorchTransport
 
@@ -266,3 +270,25 @@ def test_a_store_that_ends_or_hangs_is_told(fate: signal.Signals, why: str) -> N
     finally:
         host.kill()
         host.join()
+
+
+def test_an_error_in_a_call_to_the_store_keeps_nothing_of_its_callers() -> None:
+    """Without a collection of cycles: a rank that met a store on its end kept its last engine, and 20 sockets."""
+
+    class Held:
+        pass
+
+    def fails() -> None:
+        raise OSError("of the store")
+
+    def caller() -> weakref.ref[Held]:
+        held = Held()
+        with suppress(OSError):
+            call_within(5.0, fails, None)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()
