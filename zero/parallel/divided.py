@@ -101,7 +101,9 @@ class Divided(DTensor):
             return None
         if name in _MEMORY:
             raise _of_a_part(args[0], name)
-        is_about = name not in _VIEWS if is_property else name in _ABOUT or _is_private(name)
+        # torch's own methods of tensors, and functions that write to lists of parts, but not torch._weight_norm.
+        is_private = name[0] == "_" and name[:2] != "__" and (hasattr(Tensor, name) or name[-1] == "_")
+        is_about = name not in _VIEWS if is_property else name in _ABOUT or is_private
         if not (is_about or name in _SAME_PART | _NEW_PART):
             if name in _LAYERS and torch.is_grad_enabled():
                 _warn_of_gradients()
@@ -134,11 +136,6 @@ class Divided(DTensor):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:  # for torch.distributed.checkpoint
         return as_dtensor(self).to_local()
-
-
-def _is_private(name: str) -> bool:
-    """Whether a function is one of torch's own about tensors, or writes to lists of parts: not torch._weight_norm."""
-    return name[0] == "_" and name[:2] != "__" and (hasattr(Tensor, name) or name[-1] == "_")
 
 
 @functools.cache
@@ -328,25 +325,22 @@ class _Builder:
         """Divide what is still whole in this module. Tied parameters stay tied."""
         if root is None:
             return
-        lines = [
-            f"{type(module).__name__}.{name}: {p.dtype} {tuple(p.shape)}"
+        found = [  # by name: a whole parameter is kept no longer than its module keeps it
+            (module, name, f"{type(module).__name__}.{name}: {p.dtype} {tuple(p.shape)}")
             for module in root.modules()
             for name, p in module._parameters.items()
-            if p is not None and self._divides(p)
+            if p is not None and (may_divide(p) or p in self._made)
         ]
-        if lines:
+        if found:
+            lines = [line for _, _, line in found]
             check_same_lines(self._transport, "parameters that zero.Init divides", lines)
-        for module in root.modules():  # keeps no whole parameter longer than its module does
-            for name, p in list(module._parameters.items()):
-                if p is not None and self._divides(p):
-                    if p not in self._made:
-                        self._made[p] = _divide(p, p.requires_grad, p)
-                    setattr(module, name, self._made[p])
+        for module, name, _ in found:
+            whole: Any = module._parameters[name]
+            if whole not in self._made:
+                self._made[whole] = _divide(whole, whole.requires_grad, whole)
+            setattr(module, name, self._made[whole])
+        for module in root.modules():
             self._owners.pop(module, None)
-
-    def _divides(self, p: Tensor) -> bool:
-        """Whether a parameter is to be divided, or was in another module."""
-        return may_divide(p) or p in self._made
 
 
 @torch.no_grad()
