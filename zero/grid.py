@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 # tensor: ranks that compute each of its layers together.
 AXES = ("pipe", "replica", "shard", "tensor")
 
-_left: list[DeviceMesh] = []
+_closed: list[weakref.ref[DeviceMesh]] = []
 """Meshes of closed grids whose groups may be open. torch keeps meshes, and with them their groups' sockets."""
 
 
@@ -244,11 +245,14 @@ class Grid:
             self.world,
         ):
             transport.close()
+        meshes = [mesh for each in _closed if (mesh := each()) is not None]
         if self.device_mesh is not None:
-            _left.append(self.device_mesh)
-        if not torch.distributed.is_initialized():  # else another grid has its groups
-            while _left:
-                torch_versions.forget_groups(_left.pop())
+            meshes.append(self.device_mesh)
+        is_over = not torch.distributed.is_initialized()  # else another grid, or the script, uses the groups
+        if is_over:
+            for mesh in meshes:
+                torch_versions.forget_groups(mesh)
+        _closed[:] = () if is_over else map(weakref.ref, meshes)
 
 
 def start(
