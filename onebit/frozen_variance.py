@@ -175,9 +175,8 @@ class FrozenVariance:
                 view.div_(1.0 - beta2**age)
                 self.remainders[bucket.index][k] = beta2 ** (seen - age)
         if is_first:
-            variances, counts = [b.flat["exp_avg_sq"] for b, _ in due], [b.counts for b, _ in due]
-            shares = [b.share_J for b, _ in due]
-            total, elements = parts.total(*sums_of_live_blocks(variances, counts, shares, block))
+            sums = [sums_of_live_blocks(b.flat["exp_avg_sq"], b.counts, b.share_J, block) for b, _ in due]
+            total, elements = parts.total(sum(of_v for of_v, _ in sums), sum(its for _, its in sums))
             self.fallback = total / elements if elements else 1.0
 
     def freeze(self, bucket: Bucket, m: Tensor, v_hat: Tensor, eps: float, *, is_divided: bool = False) -> Tensor:

@@ -366,8 +366,8 @@ class ZeroOneRule(Rule):
         self._variance_steps = step
         total = elements = 0.0
         for bucket in self.buckets:
-            of_one = [bucket.flat["exp_avg_sq"]], [bucket.counts], [bucket.share_J]
-            of_v, its = sums_of_live_blocks(*of_one, self.codec.block)
+            v = bucket.flat["exp_avg_sq"]
+            of_v, its = sums_of_live_blocks(v, bucket.counts, bucket.share_J, self.codec.block)
             of_weights = self._variance_total[bucket.group_index] if self.bias_correction else 1.0
             total, elements = total + of_v / of_weights, elements + its
         total, elements = self.parts.total(total, elements)

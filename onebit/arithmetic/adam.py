@@ -6,8 +6,6 @@ elements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -156,25 +154,17 @@ def normalised(g: Tensor, D: Tensor, weight: float) -> Tensor:
     return g / (D * D + (g * g) * weight).sqrt_()
 
 
-def sums_of_live_blocks(
-    variances: Sequence[Tensor], counts: Sequence[Tensor], shares: Sequence[Tensor | None], block: int
-) -> tuple[float, float]:
+def sums_of_live_blocks(v: Tensor, counts_WJ: Tensor, share_J: Tensor | None, block: int) -> tuple[float, float]:
     """The sum of v over all blocks in which it is not zero, and the number of their elements, without padding.
 
     Args:
-        variances: Flat variances, float32 [W·N].
-        counts: For each variance, the real elements of each block, int32 [W, J].
-        shares: For each variance, the share of each block that counts, float64 [W·J]; None: all of it.
+        v: Flat variance, float32 [W·N].
+        counts_WJ: The real elements of each block, int32 [W, J].
+        share_J: The share of each block that counts, float64 [W·J]; None: all of it.
         block: Elements of a block.
     """
-    total, elements = 0.0, 0.0
-    for v, count_WJ, share_J in zip(variances, counts, shares, strict=True):
-        sum_J = v.view(-1, block).sum(1)
-        count_J = count_WJ.view(-1) * (sum_J != 0)
-        if share_J is None:
-            total += float(sum_J.sum(dtype=torch.float64))
-            elements += int(count_J.sum())
-        else:
-            total += float((sum_J * share_J).sum())
-            elements += float((count_J * share_J).sum())
-    return total, elements
+    sum_J = v.view(-1, block).sum(1)
+    count_J = counts_WJ.view(-1) * (sum_J != 0)
+    if share_J is None:
+        return float(sum_J.sum(dtype=torch.float64)), float(count_J.sum())
+    return float((sum_J * share_J).sum()), float((count_J * share_J).sum())
